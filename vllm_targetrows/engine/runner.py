@@ -1,0 +1,555 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The round: verify, commit, grow, root row, select, inside one step of vLLM's Model Runner V1.
+
+A step of the runner starts with the target's pass over the roots and the trees of the requests and ends with their next
+trees.  ``TreeRounds._sample`` is the whole round; everything else here prepares its inputs or carries its results:
+
+* The scheduler knows a tree as an ordinary list of draft tokens (depth-first preorder, so every prefix is a tree).
+* After the commit the accepted path lies in the request's own KV slots, so the scheduler's arithmetic holds unchanged.
+* ``root_draw`` and ``pearl`` emit one more token, the drawn one.  The root pass has then written the continuation's KV.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_targetrows.engine.attention import TreeStep, plan_tree_step, ramp, virtual_metadata
+from vllm_targetrows.engine.config import TargetRowsConfig
+from vllm_targetrows.engine.drafting import Eagle3Drafter
+from vllm_targetrows.engine.rows import TargetRows, logprobs_for, needs_paths, target_rows, uniforms
+from vllm_targetrows.engine.scratch import BlockCopier, append_blocks, bytes_per_block, tail_blocks
+from vllm_targetrows.engine.statistics import RoundStatistics
+from vllm_targetrows.selection import select
+from vllm_targetrows.trees import Pool, Tree
+from vllm_targetrows.verification import (
+    accepted_path,
+    draw_exit,
+    draw_token,
+    edge_masses,
+    edge_masses_greedy,
+    exit_law,
+    residual_row,
+)
+
+logger = init_logger(__name__)
+
+SCRATCH_SHARE = 0.25
+"""Most scratch blocks, as a share of the scheduler's blocks; the worker reports that much less memory to the scheduler."""
+DRAWING_RULES = ("root_draw", "pearl")
+ROOT_RULES = ("root", *DRAWING_RULES)
+NO_PARENTS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class ProposedTree:
+    """What is kept of a request's tree until the scheduler brings it back: its tokens and their parents, in preorder."""
+
+    tokens: list[int]
+    parents: np.ndarray
+    reason: str | None = None  # why the tree is empty
+
+
+@dataclass
+class Batch:
+    """One step's requests and trees.  ``R`` requests, ``B`` nodes at most, ``T`` rows of logits."""
+
+    plan: TreeStep | None  # None: no request has a tree
+    tree: Tree  # [R, B]
+    row_of: torch.Tensor  # int64 [R, B + 1] row of logits of the root and of each node
+    begin: np.ndarray  # int64 [R] first row of each request in the step
+    before: np.ndarray  # int64 [R] tokens up to and including the root
+    computed: np.ndarray  # int64 [R] tokens computed before the step
+    drafts: np.ndarray  # int64 [R] draft tokens scheduled behind the root; those behind the tree's nodes are ignored
+    kept: np.ndarray  # bool [R] the step's tokens count (the prompt is complete)
+    decoding: np.ndarray  # bool [R] the prompt was complete before the step
+    reasons: list[str | None]  # [R] why a request has no tree
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The verifier's decision.  ``D`` levels at most."""
+
+    exit: np.ndarray  # int64 [R] 0 = the root, i + 1 = node i
+    path: np.ndarray  # int64 [R, D] accepted nodes, root side first, -1 behind them
+    length: np.ndarray  # int64 [R]
+    tokens: np.ndarray  # int64 [R, D + 2] accepted tokens, continuation, drawn token; -1 = none
+
+
+@dataclass(frozen=True)
+class RootRows:
+    """The root pass of ``n`` requests."""
+
+    request: np.ndarray  # int64 [n]
+    rows: TargetRows  # n rows
+    logits: torch.Tensor  # [n, V] as the model gave them
+    features: torch.Tensor  # [n, hidden] of the continuation
+
+
+class TreeRounds:
+    """Mixed into a Model Runner V1: replaces chain speculation by rounds with trees."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = TargetRowsConfig.from_vllm_config(self.vllm_config)
+        self.round_statistics = RoundStatistics()
+        self._proposed: dict[str, ProposedTree] = {}
+        self._carried: dict[str, tuple[int, torch.Tensor]] = {}  # position and feature of a root pass
+        self._drafts: list[list[int]] = []
+        self._batch: Batch | None = None
+        self._step_state: Any = None
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        """Give every layer scratch blocks behind the scheduler's, then set up the drafter and the commit."""
+        options, groups = self.options, kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ValueError(
+                f"method 'targetrows' needs one KV cache group, this model has {len(groups)}: "
+                "allowed are models whose layers share one block table (try --disable-hybrid-kv-cache-manager)"
+            )
+        blocks, size = kv_cache_config.num_blocks, groups[0].kv_cache_spec.block_size
+        one_pool = Eagle3Drafter.scratch_blocks(options.tree_topk, options.tree_depth, size)
+        one_tree = options.num_speculative_tokens * tail_blocks(size, options.tree_depth + 2)
+        wanted = self.max_num_reqs * max(one_pool, one_tree)
+        count = max(one_pool, one_tree, min(wanted, int(blocks * SCRATCH_SHARE)))
+        super().initialize_kv_cache(append_blocks(kv_cache_config, count), *args, **kwargs)
+        self._block_size = self._blocks().block_size
+        assert self._block_size == size, "kernel blocks differ from the KV cache manager's blocks"
+        self._scratch = np.arange(blocks, blocks + count, dtype=np.int64)
+        logger.info(
+            "Target rows: %d scratch blocks for trees (%.0f MiB), beside %d KV blocks.",
+            count,
+            count * bytes_per_block(kv_cache_config) / 2**20,
+            blocks,
+        )
+        layers = self.compilation_config.static_forward_context
+        drafter_layers = self.drafter._draft_attn_layer_names
+        self._copier = BlockCopier([layers[name].kv_cache for name in groups[0].layer_names])
+        self._drafter = Eagle3Drafter(
+            self.drafter,
+            self.vllm_config,
+            options.tree_topk,
+            options.tree_depth,
+            size,
+            torch.from_numpy(self._scratch).to(self.device),
+            BlockCopier([layers[name].kv_cache for name in sorted(drafter_layers)]),
+            self.round_statistics,
+        )
+
+    # ------------------------------------------------------------------ the round
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
+        """One round for all requests of the step; called between the target's pass and the bookkeeping."""
+        batch, stats = self._batch, self.round_statistics
+        assert batch is not None
+        chance = self._uniforms(batch)
+        with stats.phase("verify"):
+            verified, logprob_rows = self._verify(logits, batch, chance)
+        with stats.phase("commit"):
+            self._commit(batch, verified)
+        with stats.phase("draft"):
+            growing = self._growing(batch)
+            pool = self._grow(batch, verified, growing)
+        with stats.phase("root_pass"):
+            root = self._root_pass(batch, verified, growing)
+        with stats.phase("select"):
+            self._select(batch, verified, growing, pool, root, chance)
+        self._count(batch, verified)
+        return SamplerOutput(
+            sampled_token_ids=torch.from_numpy(verified.tokens).to(self.device, torch.int32),
+            logprobs_tensors=self._logprobs(logits, logprob_rows, verified, root),
+        )
+
+    def _verify(
+        self, logits: torch.Tensor, batch: Batch, chance: torch.Tensor | None
+    ) -> tuple[Verified, torch.Tensor]:
+        """Draw exits and continuations by the exit law; also the row of logits that each emitted token came from."""
+        tree, row_of = batch.tree, batch.row_of
+        rows = self._rows(logits, batch)
+        if rows.probs is None:
+            child_p, residual = edge_masses_greedy(rows.argmax, tree, row_of)
+        else:
+            child_p, residual = edge_masses(rows.probs, tree, row_of)
+            if rows.argmax is not None:
+                greedy = rows.greedy[:, None]
+                greedy_child_p, greedy_residual = edge_masses_greedy(rows.argmax, tree, row_of)
+                child_p = torch.where(greedy, greedy_child_p.to(child_p.dtype), child_p)
+                residual = torch.where(greedy, greedy_residual.to(residual.dtype), residual)
+        half = torch.full((len(row_of),), 0.5, dtype=torch.float64, device=row_of.device)
+        exit_node = draw_exit(exit_law(child_p, residual, tree), half if chance is None else chance[:, 0])
+        path, length = accepted_path(tree, exit_node)
+        exit_row = row_of.gather(1, exit_node[:, None])[:, 0]
+        continuation = self._draw(
+            rows, exit_row, lambda probs: residual_row(probs, tree, exit_node, row_of), None if chance is None else chance[:, 1]
+        )
+
+        accepted = tree.tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+        tokens = torch.full((len(path), path.shape[1] + 2), -1, dtype=torch.int64, device=path.device)
+        tokens[:, :-2] = accepted
+        tokens.scatter_(1, length[:, None], continuation[:, None])
+        scored_by = torch.cat((row_of[:, :1], row_of[:, 1:].gather(1, path.clamp(min=0))), dim=1)  # token j by node j - 1
+        verified = Verified(exit_node.cpu().numpy(), path.cpu().numpy(), length.cpu().numpy(), tokens.cpu().numpy())
+        return verified, scored_by
+
+    def _commit(self, batch: Batch, verified: Verified) -> None:
+        """Move the accepted paths' keys and values into the requests' own blocks, all layers at once."""
+        request = np.flatnonzero(verified.length)
+        if batch.plan is None or not len(request):
+            return
+        last_position = (batch.computed + batch.before - 1 + verified.length)[request]
+        source, destination = batch.plan.commit_blocks(
+            request, verified.exit[request], last_position, self._block_table_np(), self._block_size
+        )
+        self._copier.copy(*(torch.from_numpy(blocks).to(self.device) for blocks in (source, destination)))
+
+    def _grow(self, batch: Batch, verified: Verified, growing: np.ndarray) -> Pool | None:
+        """Let the drafter read the committed tokens, then grow the pools of ``growing`` (batch rows)."""
+        requests = len(batch.before)
+        req_ids = self.input_batch.req_ids
+        # A root pass left the feature of the position just before this step's first one.
+        carried = [self._carried.pop(req_id, None) for req_id in req_ids]
+        carry = np.array([c is not None and c[0] == first - 1 for c, first in zip(carried, batch.computed, strict=True)])
+        counts = carry + batch.before + verified.length
+        request = np.repeat(np.arange(requests), counts)
+        index = ramp(counts) - carry[request]  # -1 = the carried position, then the step's own tokens, then the path
+        node = np.take_along_axis(verified.path[request], np.maximum(index - batch.before[request], 0)[:, None], 1)[:, 0]
+        from_path = index >= batch.before[request]
+        rows = batch.begin[request] + np.where(from_path, batch.before[request] + node, np.maximum(index, 0))
+        # The token behind each position: the step's own next token, or one that was just emitted.
+        emitted = verified.tokens.copy()
+        unfinished = np.flatnonzero(~batch.kept)
+        emitted[unfinished, 0] = self.input_batch.token_ids_cpu[
+            unfinished, (batch.computed + batch.before)[unfinished]
+        ]
+        next_emitted = index - batch.before[request] + 1
+        own = self.input_ids.cpu.numpy()[np.minimum(batch.begin[request] + index + 1, self.max_num_tokens - 1)]
+        tokens = np.where(next_emitted >= 0, emitted[request, np.maximum(next_emitted, 0)], own)
+        positions = batch.computed[request] + index
+
+        to_device = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
+        state = self._step_state
+        row_index = to_device(rows)
+        aux = state.aux_hidden_states
+        features = self._drafter.features(
+            state.hidden_states.index_select(0, row_index),
+            None if aux is None else [a.index_select(0, row_index) for a in aux],
+        )
+        if carry.any():
+            features[to_device(index < 0)] = torch.stack([c[1] for c, use in zip(carried, carry, strict=True) if use])
+        query_start = torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
+        block_table = self._block_table(requests)
+        with self.round_statistics.forward("draft"):
+            head_state, fed_state = self._drafter.catch_up(
+                features, to_device(tokens), to_device(positions), query_start, block_table
+            )
+        if not len(growing):
+            return None
+        last = to_device((batch.computed + batch.before - 1 + verified.length)[growing])
+        chosen = to_device(growing)
+        return self._drafter.grow(head_state[chosen], fed_state[chosen], last, block_table[chosen])
+
+    def _root_pass(self, batch: Batch, verified: Verified, growing: np.ndarray) -> RootRows | None:
+        """The target's rows at the continuations: one token per request, at the position where it will stay."""
+        if self.options.selection not in ROOT_RULES:
+            return None
+        position = batch.computed + batch.before + verified.length  # the continuation's
+        allocated = self._blocks().num_blocks_per_row[: len(position)] * self._block_size
+        request = growing[(position < np.minimum(allocated, self.max_model_len - 1))[growing]]
+        if not len(request):
+            return None
+        position = position[request]
+        n = len(request)
+        index = torch.from_numpy(request).to(self.device)
+        positions = torch.from_numpy(position).to(self.device)
+        tokens = torch.from_numpy(verified.tokens[request, verified.length[request]]).to(self.device, torch.int32)
+        table = self._block_table(len(batch.before))[index]
+        slots = table.gather(1, (positions // self._block_size)[:, None])[:, 0].to(torch.int64) * self._block_size
+        slots += positions % self._block_size
+        query_start = torch.arange(n + 1, dtype=torch.int32)
+        metadata = CommonAttentionMetadata(
+            query_start_loc=query_start.to(self.device),
+            query_start_loc_cpu=query_start,
+            seq_lens=(positions + 1).int(),
+            num_reqs=n,
+            num_actual_tokens=n,
+            max_query_len=1,
+            max_seq_len=int(position.max()) + 1,
+            block_table_tensor=table,
+            slot_mapping=slots,
+            causal=True,
+            positions=positions,
+        )
+        per_layer = self._metadata_of_layers(metadata)
+        with (
+            self.round_statistics.forward("root_pass"),
+            set_forward_context(
+                per_layer, self.vllm_config, num_tokens=n, slot_mapping=dict.fromkeys(per_layer, slots)
+            ),
+        ):
+            output = self._model_forward(input_ids=tokens, positions=positions)
+            hidden, aux = output if self.use_aux_hidden_state_outputs else (output, None)
+            logits = self.model.compute_logits(hidden[:n])
+        rows = self._rows(logits, batch, request, verified)
+        return RootRows(request, rows, logits, self._drafter.features(hidden[:n], aux and [a[:n] for a in aux]))
+
+    def _select(
+        self,
+        batch: Batch,
+        verified: Verified,
+        growing: np.ndarray,
+        pool: Pool | None,
+        root: RootRows | None,
+        chance: torch.Tensor | None,
+    ) -> None:
+        """Choose the next trees; under a drawing rule also emit the token drawn from each root row."""
+        req_ids = self.input_batch.req_ids
+        self._drafts = [[] for _ in req_ids]
+        if pool is None:
+            return
+        rule, root_log_p, drawn, has_row = self.options.selection, None, None, None
+        if root is not None:
+            place = torch.from_numpy(np.searchsorted(growing, root.request)).to(self.device)
+            has_row = torch.zeros(len(growing), dtype=torch.bool, device=self.device)
+            has_row[place] = True
+            if rule in DRAWING_RULES:
+                every = torch.arange(len(root.request), device=self.device)
+                u = None if chance is None else chance[torch.from_numpy(root.request).to(self.device), 2]
+                token = self._draw(root.rows, every, lambda probs: probs, u)
+                drawn = torch.full((len(growing),), -1, dtype=torch.int64, device=self.device)
+                drawn[place] = token
+                verified.tokens[root.request, verified.length[root.request] + 1] = token.cpu().numpy()
+                position = batch.computed + batch.before + verified.length
+                for i, r in enumerate(root.request.tolist()):
+                    self._carried[req_ids[r]] = (int(position[r]), root.features[i])
+            else:
+                root_log_p = self._first_level_log_p(root.rows, pool, place)
+        elif rule in ROOT_RULES:
+            rule = "draft"
+        tree = select(pool, self.options.num_speculative_tokens, rule, root_log_p, drawn, has_row)
+        tokens, parents, sizes = tree.tokens.tolist(), tree.parents.cpu().numpy(), tree.size.tolist()
+        for i, (r, size) in enumerate(zip(growing.tolist(), sizes, strict=True)):
+            self._drafts[r] = tokens[i][:size]
+            self._proposed[req_ids[r]] = ProposedTree(
+                self._drafts[r], parents[i, :size], None if size else "absent" if rule in DRAWING_RULES else "empty"
+            )
+
+    def _growing(self, batch: Batch) -> np.ndarray:
+        """Batch rows that get a tree next: those whose prompt is complete and whose output is not structured."""
+        growing = batch.kept.copy()
+        for r, req_id in enumerate(self.input_batch.req_ids):
+            params = self.requests[req_id].sampling_params
+            if params is None or params.structured_outputs is not None:
+                growing[r] = False
+                self._proposed[req_id] = ProposedTree([], NO_PARENTS, "structured_output")
+        return np.flatnonzero(growing)
+
+    def _count(self, batch: Batch, verified: Verified) -> None:
+        """Add the step to the statistics; steps that end a prompt are no rounds."""
+        stats, decoding = self.round_statistics, batch.decoding & batch.kept
+        sizes = batch.tree.size.cpu().numpy()
+        stats.rounds += int((decoding & (sizes > 0)).sum())
+        stats.tree_nodes += int(sizes[decoding].sum())
+        stats.accepted_tokens += int(verified.length[decoding].sum())
+        stats.emitted_tokens += int((verified.tokens[decoding] >= 0).sum())
+        for r in np.flatnonzero(decoding & (sizes == 0)):
+            stats.no_tree[batch.reasons[r] or "not_scheduled"] += 1
+
+    # ------------------------------------------------------------------ rows and draws
+
+    def _rows(
+        self, logits: torch.Tensor, batch: Batch, request: np.ndarray | None = None, verified: Verified | None = None
+    ) -> TargetRows:
+        """The requests' rows from the model's logits: of the step's trees, or of the root pass of ``request``."""
+        metadata = self.input_batch.sampling_metadata
+        if request is None:
+            request = np.repeat(np.arange(len(batch.drafts)), batch.drafts + 1)
+        paths = None
+        if needs_paths(metadata):
+            paths = self._tree_paths(batch) if verified is None else self._emitted(verified, request)
+        return target_rows(logits, torch.from_numpy(request).to(self.device), metadata, paths)
+
+    def _uniforms(self, batch: Batch) -> torch.Tensor | None:
+        """Exit, continuation and drawn token: three numbers per request, ``None`` when every request is greedy."""
+        if self.input_batch.sampling_metadata.all_greedy:
+            return None
+        generators = {r: g for r, g in self.input_batch.generators.items() if batch.kept[r]}
+        return uniforms(generators, len(batch.kept), 3, self.device)
+
+    def _logprobs(self, logits, rows, verified, root):
+        return None
+
+    def _draw(self, rows: TargetRows, index: torch.Tensor, mass: Any, uniform: torch.Tensor | None) -> torch.Tensor:
+        """One token per request from ``mass(rows.probs)``, ``[n, V]``; greedy requests take row ``index``'s argmax."""
+        if rows.probs is None:
+            return rows.argmax[index]
+        token = draw_token(mass(rows.probs), uniform)
+        return token if rows.argmax is None else torch.where(rows.greedy, rows.argmax[index], token)
+
+    def _first_level_log_p(self, rows: TargetRows, pool: Pool, place: torch.Tensor) -> torch.Tensor:
+        """Log root row at the pool's first-level tokens, ``[G, width]``; only the rows ``place`` are filled."""
+        first = pool.tokens[place, : pool.width]
+        log_p = torch.zeros((len(pool.tokens), pool.width), dtype=pool.score.dtype, device=pool.tokens.device)
+        if rows.probs is not None:
+            values = rows.probs.gather(1, first).log().to(log_p.dtype)
+        if rows.argmax is not None:
+            point = torch.where(first == rows.argmax[:, None], 0.0, float("-inf")).to(log_p.dtype)
+            values = point if rows.probs is None else torch.where(rows.greedy[:, None], point, values)
+        log_p[place] = values
+        return log_p
+
+    # ------------------------------------------------------------------ inputs of a step
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self._batch = self._plan_batch(scheduler_output, num_scheduled_tokens)
+        return prepared
+
+    def _plan_batch(self, scheduler_output: Any, scheduled: np.ndarray) -> Batch:
+        """Match the scheduled draft tokens with the proposed trees and lay out the step."""
+        req_ids = self.input_batch.req_ids
+        requests, spec_tokens = len(req_ids), scheduler_output.scheduled_spec_decode_tokens
+        proposed = [self._proposed.pop(req_id, None) for req_id in req_ids]
+        drafts = np.zeros(requests, dtype=np.int64)
+        sizes = np.zeros(requests, dtype=np.int64)
+        for r, req_id in enumerate(req_ids):
+            tokens = spec_tokens.get(req_id)
+            if tokens:
+                drafts[r] = len(tokens)
+                known = proposed[r]
+                if known is not None and known.tokens[: len(tokens)] == list(tokens):
+                    sizes[r] = len(tokens)  # the scheduler may have cut the tree short
+        widest = max(int(sizes.max()), 1)
+        parents = np.full((requests, widest), -1, dtype=np.int64)
+        tokens_np = np.full((requests, widest), -1, dtype=np.int64)
+        for r in np.flatnonzero(sizes):
+            parents[r, : sizes[r]] = proposed[r].parents[: sizes[r]]
+            tokens_np[r, : sizes[r]] = proposed[r].tokens[: sizes[r]]
+        scheduled = scheduled.astype(np.int64)
+        computed = self.input_batch.num_computed_tokens_cpu[:requests].astype(np.int64)
+        begin, before = np.cumsum(scheduled) - scheduled, scheduled - drafts
+        total = int(scheduled.sum())
+        plan, depth = None, np.zeros((requests, widest), dtype=np.int64)
+        if sizes.any():
+            plan = plan_tree_step(
+                parents, sizes, computed, scheduled, drafts, self._block_table_np()[:requests], self._block_size, self._scratch
+            )
+            sizes = plan.sizes
+            beyond = np.arange(widest)[None, :] >= sizes[:, None]
+            parents[beyond], tokens_np[beyond] = -1, -1
+            depth[~beyond] = plan.node_depth
+            node_rows = torch.from_numpy(plan.node_rows).to(self.device)
+            root_position = (computed + before - 1)[plan.node_request]
+            self.positions[node_rows] = torch.from_numpy(root_position + plan.node_depth).to(self.device)
+            self._copier.copy(
+                torch.from_numpy(plan.copy_source).to(self.device), torch.from_numpy(plan.copy_destination).to(self.device)
+            )
+        if (drafts > sizes).any():  # placeholders of the scheduler are negative
+            self.input_ids.gpu[:total].clamp_(min=0)
+        rows_before = np.cumsum(drafts + 1) - (drafts + 1)
+        last_row = int((drafts + 1).sum()) - 1
+        row_of = np.minimum(rows_before[:, None] + np.arange(widest + 1)[None, :], last_row)
+        to_device = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
+        return Batch(
+            plan=plan,
+            tree=Tree(tokens=to_device(tokens_np), parents=to_device(parents), depth=to_device(depth), size=to_device(sizes)),
+            row_of=to_device(row_of),
+            begin=begin,
+            before=before,
+            computed=computed,
+            drafts=drafts,
+            kept=~self.discard_request_mask.np[:requests],
+            decoding=computed >= self.input_batch.num_prompt_tokens[:requests],
+            reasons=[known and known.reason for known in proposed],
+        )
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata, base = super()._build_attention_metadata(*args, **kwargs)
+        if self._batch is not None and self._batch.plan is not None:
+            virtual, rows, slots = virtual_metadata(self._batch.plan, base, self.device)
+            metadata = self._metadata_of_layers(virtual)
+            for layer_metadata in {id(m): m for m in metadata.values()}.values():
+                layer_metadata.tree_rows, layer_metadata.tree_slots = rows, slots
+        return metadata, base
+
+    def _metadata_of_layers(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        """The back ends' own metadata of every layer."""
+        per_layer = {}
+        for group in self.attn_groups[0]:
+            metadata = group.build_metadata(common)
+            per_layer.update(dict.fromkeys(group.layer_names, metadata))
+        return per_layer
+
+    # ------------------------------------------------------------------ around the round
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        output = super().execute_model(*args, **kwargs)
+        self.round_statistics.add("verify", time.perf_counter() - start)
+        return output
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self._step_state = self.execute_model_state
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            self._step_state = self._batch = None
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM rewinds the generators of unfinished prompts, which a CPU generator cannot do.  The round never
+        # draws for them, so there is nothing to rewind.
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        return True  # the round looks at each request's own room
+
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        return self._drafts
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        for req_id in scheduler_output.preempted_req_ids or ():
+            self._forget(req_id)
+        for req_id in scheduler_output.finished_req_ids:
+            self._forget(req_id)
+        return super()._update_states(scheduler_output)
+
+    def _forget(self, req_id: str) -> None:
+        """Drop what is kept of a request."""
+        self._proposed.pop(req_id, None)
+        self._carried.pop(req_id, None)
+
+    def targetrows_state(self) -> dict[str, Any]:
+        """Statistics of the rounds and what is kept of requests at this moment."""
+        return {
+            **self.round_statistics.as_dict(),
+            "requests": len(self.requests),
+            "trees": len(self._proposed),
+            "carried": len(self._carried),
+        }
+
+    def _blocks(self) -> Any:
+        return self.input_batch.block_table[0]
+
+    def _block_table(self, requests: int) -> torch.Tensor:
+        return self._blocks().get_device_tensor(requests)
+
+    def _block_table_np(self) -> np.ndarray:
+        return self._blocks().get_numpy_array()
+
+
+class TargetRowsCPURunner(TreeRounds, CPUModelRunner):
+    """Model Runner V1 for the CPU, with trees."""
