@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of ``{"method": "targetrows", ...}``, validated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+METHOD = "targetrows"
+MAX_POOL_SIZE = 4096
+
+Selection = Literal["draft", "root", "root_draw", "pearl"]
+
+#: Keys of vLLM's own ``SpeculativeConfig`` that mean the same here and are handed on.
+STOCK_OPTIONS = (
+    "code_revision",
+    "disable_eagle_block_drop",
+    "draft_load_config",
+    "draft_tensor_parallel_size",
+    "enforce_eager",
+    "max_model_len",
+    "model",
+    "moe_backend",
+    "quantization",
+    "revision",
+)
+
+
+class TargetRowsConfig(BaseModel):
+    """The method's options.  A field's description is what its error message says is allowed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    num_speculative_tokens: int = Field(ge=1, le=255, description="an integer from 1 to 255")
+    """Node budget ``B`` of a tree."""
+    selection: Selection = Field(default="draft", description="'draft', 'root', 'root_draw' or 'pearl'")
+    """The selection rule."""
+    tree_topk: int = Field(default=10, ge=1, description="an integer of at least 1")
+    """``k``: children of a node and frontier nodes of a level while the pool grows."""
+    tree_depth: int = Field(default=8, ge=1, description="an integer of at least 1")
+    """Levels of the pool."""
+    root_row: Literal["separate"] = Field(default="separate", description="'separate'")
+    """Where the root row comes from: ``separate`` is a target pass of its own over the continuations."""
+
+    @property
+    def pool_size(self) -> int:
+        """Candidates in a pool: ``k + (depth - 1) * k ** 2`` (EAGLE-2 growth, arXiv 2406.16858)."""
+        return self.tree_topk + (self.tree_depth - 1) * self.tree_topk**2
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: Any) -> TargetRowsConfig:
+        """The options that travelled with ``vllm_config``.
+
+        Raises:
+            ValueError: the engine was not configured with this method.
+        """
+        additional = vllm_config.additional_config
+        if not isinstance(additional, dict) or METHOD not in additional:
+            raise ValueError(f"this engine was not configured with speculative_config method {METHOD!r}")
+        return _validated(additional[METHOD])
+
+    @model_validator(mode="after")
+    def _pool_fits(self) -> TargetRowsConfig:
+        if self.pool_size > MAX_POOL_SIZE:
+            raise ValueError(
+                f"tree_topk={self.tree_topk} with tree_depth={self.tree_depth} grows a pool of {self.pool_size} nodes; "
+                f"allowed: tree_topk + (tree_depth - 1) * tree_topk**2 of at most {MAX_POOL_SIZE}"
+            )
+        return self
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[TargetRowsConfig, dict[str, Any]]:
+    """Split the dictionary of ``--speculative-config``.
+
+    Args:
+        options: the dictionary, ``method`` included; dashes in keys count as underscores, as in vLLM.
+
+    Returns:
+        Our options, and the dictionary of the stock ``eagle3`` configuration that vLLM is given.
+
+    Raises:
+        ValueError: one line that names the option, its value and what is allowed.
+    """
+    options = {key.replace("-", "_"): value for key, value in options.items() if key != "method"}
+    ours = {key: value for key, value in options.items() if key not in STOCK_OPTIONS}
+    config = _validated(ours)
+    if not isinstance(options.get("model"), str) or not options["model"]:
+        raise _refusal(f"model={options.get('model')!r} is not allowed; allowed: name or folder of an EAGLE-3 drafter")
+    stock = {key: options[key] for key in STOCK_OPTIONS if key in options}
+    return config, {**stock, "method": "eagle3", "num_speculative_tokens": config.num_speculative_tokens}
+
+
+def _validated(options: Mapping[str, Any]) -> TargetRowsConfig:
+    try:
+        return TargetRowsConfig(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+    if not first["loc"]:  # the model validator's own line
+        raise _refusal(str(first["ctx"]["error"]))
+    name = str(first["loc"][0])
+    fields = TargetRowsConfig.model_fields
+    if first["type"] == "missing":
+        raise _refusal(f"{name} is missing; allowed: {fields[name].description}")
+    if name not in fields:
+        raise _refusal(
+            f"option {name!r} does not apply to method {METHOD!r}; allowed: "
+            + ", ".join(sorted((*fields, *STOCK_OPTIONS, "method")))
+        )
+    raise _refusal(f"{name}={first['input']!r} is not allowed; allowed: {fields[name].description}")
+
+
+def _refusal(line: str) -> ValueError:
+    return ValueError(f"speculative_config: {line}")
