@@ -27,7 +27,7 @@ def random_preorder(rng: np.random.Generator, nodes: int, shape: str) -> list[in
     stack = [-1]
     for node in range(nodes):  # preorder: a node's parent lies on the path to the node before it
         parents.append(stack[rng.integers(max(0, len(stack) - 3), len(stack))])
-        stack = stack[: stack.index(parents[-1]) + 1] + [node]
+        stack = [*stack[: stack.index(parents[-1]) + 1], node]
     return parents
 
 
@@ -73,16 +73,17 @@ class Layer:
 
     def attend(self, query: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, window: int):
         metadata = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(lens), num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_size, seq_lens=lens,
-            dtype=self.dtype, query_start_loc=starts, causal=True, sliding_window_size=window, isa=self.isa,
+            num_reqs=len(lens), num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_size,
+            seq_lens=lens, dtype=self.dtype, query_start_loc=starts, causal=True, sliding_window_size=window, isa=self.isa,
             enable_kv_split=True, dynamic_causal=None, kv_cache_dtype="auto",
         )  # fmt: skip
         output = torch.full_like(query, float("nan"))
         key, value = self.halves()
         ops.cpu_attention_with_kv_cache(
             query=query, key_cache=key, value_cache=value, output=output, query_start_loc=starts, seq_lens=lens,
-            scale=self.head_size**-0.5, causal=True, alibi_slopes=None, sliding_window=window, block_table=table, softcap=0,
-            scheduler_metadata=metadata, s_aux=None, dynamic_causal=None, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto",
+            scale=self.head_size**-0.5, causal=True, alibi_slopes=None, sliding_window=window, block_table=table,
+            softcap=0, scheduler_metadata=metadata, s_aux=None, dynamic_causal=None, k_scale=1.0, v_scale=1.0,
+            kv_cache_dtype="auto",
         )  # fmt: skip
         return output
 
@@ -138,7 +139,11 @@ def test_virtual_sequences_equal_masked_attention(
     rows, slots = torch.from_numpy(plan.write_rows), torch.from_numpy(plan.write_slots)
     layer.write(key[rows], value[rows], slots)
     output = layer.attend(
-        query, torch.from_numpy(plan.query_start), torch.from_numpy(plan.seq_lens), torch.from_numpy(plan.block_table), window
+        query,
+        torch.from_numpy(plan.query_start),
+        torch.from_numpy(plan.seq_lens),
+        torch.from_numpy(plan.block_table),
+        window,
     )
 
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}

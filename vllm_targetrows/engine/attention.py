@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention out of causal attention: every path of a tree is a *virtual sequence*.
 
-The nodes of a tree come in depth-first preorder, so they split into runs: a run starts where a node does not follow its
-parent directly and ends at a leaf.  A run is the end of one root-to-leaf path.  For the attention kernel each run is the
-query of one sequence of its own, whose keys are the context and that path:
+The nodes of a tree come in depth-first preorder, so they split into runs: a run starts where a node does not follow
+its parent directly and ends at a leaf.  A run is the end of one root-to-leaf path.  For the attention kernel each run
+is the query of one sequence of its own, whose keys are the context and that path:
 
     context  a            tree  a        virtual sequence 0   context a b   queries (root) a b
              |                  |- b                       1   context a c   queries c
@@ -23,6 +23,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
 
 @dataclass(frozen=True)
 class TreeStep:
@@ -92,8 +93,8 @@ def plan_tree_step(
         drafts: int ``[R]`` draft tokens among them; what is behind a tree's nodes is computed and ignored.
         block_table: int32 ``[R, blocks]``.
         block_size: tokens in a block.
-        scratch: int64 ``[S]`` numbers of the scratch blocks, shared evenly by the requests with a tree.  Paths that do not
-            fit are left out, with all behind them: a prefix of the preorder stays, which is again a tree.
+        scratch: int64 ``[S]`` numbers of the scratch blocks, shared evenly by the requests with a tree.  Paths that do
+            not fit are left out, with all behind them: a prefix of the preorder stays, which is again a tree.
     """
     requests = len(sizes)
     arange = np.arange

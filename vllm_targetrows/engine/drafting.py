@@ -182,9 +182,7 @@ class Eagle3Drafter:
             paths.follow(parent, level - 1)
         depths = [torch.full((requests, part[0].shape[1]), d, device=device) for d, part in enumerate(levels, start=1)]
         tokens, parents, score, branch = (torch.cat([part[i] for part in levels], dim=1) for i in range(4))
-        return Pool(
-            tokens=tokens, parents=parents, depth=torch.cat(depths, dim=1), score=score, branch=branch, width=k
-        )
+        return Pool(tokens=tokens, parents=parents, depth=torch.cat(depths, dim=1), score=score, branch=branch, width=k)
 
     def _children(self, head_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Top-k of ``log q`` in draft-vocabulary space: ``([n, k], [n, k])``."""
@@ -261,7 +259,7 @@ class _Paths:
         return drafter._forward(tokens.reshape(-1), positions, states.reshape(len(positions), -1), metadata, step + 1)
 
     def follow(self, parent: torch.Tensor, entries: int) -> None:
-        """Give path ``j`` of each request the blocks' content of path ``parent[:, j]``; ``entries`` are written so far."""
+        """Give path ``j`` of each request the content of path ``parent[:, j]``, which has ``entries`` entries."""
         used = int(((self.start + entries - 1) // self.drafter.block_size - self.first_column).max()) + 1
         scratch = self.scratch[:, :, :used]
         source = scratch.gather(1, parent[:, :, None].expand(-1, -1, used))

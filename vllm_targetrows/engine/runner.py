@@ -27,7 +27,14 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_targetrows.engine.attention import TreeStep, plan_tree_step, ramp, virtual_metadata
 from vllm_targetrows.engine.config import TargetRowsConfig
 from vllm_targetrows.engine.drafting import Eagle3Drafter
-from vllm_targetrows.engine.rows import TargetRows, logprobs_for, needs_paths, target_rows, uniforms
+from vllm_targetrows.engine.rows import (
+    TargetRows,
+    enable_builtin_processors,
+    logprobs_for,
+    needs_paths,
+    target_rows,
+    uniforms,
+)
 from vllm_targetrows.engine.scratch import BlockCopier, append_blocks, bytes_per_block, tail_blocks
 from vllm_targetrows.engine.statistics import RoundStatistics
 from vllm_targetrows.selection import select
@@ -45,7 +52,7 @@ from vllm_targetrows.verification import (
 logger = init_logger(__name__)
 
 SCRATCH_SHARE = 0.25
-"""Most scratch blocks, as a share of the scheduler's blocks; the worker reports that much less memory to the scheduler."""
+"""Most scratch blocks, as a share of the scheduler's blocks; the worker reports that much less memory to it."""
 DRAWING_RULES = ("root_draw", "pearl")
 ROOT_RULES = ("root", *DRAWING_RULES)
 NO_PARENTS = np.zeros(0, dtype=np.int64)
@@ -53,7 +60,7 @@ NO_PARENTS = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class ProposedTree:
-    """What is kept of a request's tree until the scheduler brings it back: its tokens and their parents, in preorder."""
+    """What is kept of a request's tree until the scheduler brings it back: tokens and parents, in preorder."""
 
     tokens: list[int]
     parents: np.ndarray
@@ -108,6 +115,7 @@ class TreeRounds:
         self._drafts: list[list[int]] = []
         self._batch: Batch | None = None
         self._step_state: Any = None
+        enable_builtin_processors(self)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Give every layer scratch blocks behind the scheduler's, then set up the drafter and the commit."""
@@ -141,7 +149,7 @@ class TreeRounds:
             options.tree_topk,
             options.tree_depth,
             size,
-            torch.from_numpy(self._scratch).to(self.device),
+            self._to_device(self._scratch),
             BlockCopier([layers[name].kv_cache for name in sorted(drafter_layers)]),
             self.round_statistics,
         )
@@ -154,7 +162,8 @@ class TreeRounds:
         assert batch is not None
         chance = self._uniforms(batch)
         with stats.phase("verify"):
-            verified, logprob_rows = self._verify(logits, batch, chance)
+            rows = self._rows(logits, batch)
+            verified = self._verify(rows, batch, chance)
         with stats.phase("commit"):
             self._commit(batch, verified)
         with stats.phase("draft"):
@@ -167,15 +176,12 @@ class TreeRounds:
         self._count(batch, verified)
         return SamplerOutput(
             sampled_token_ids=torch.from_numpy(verified.tokens).to(self.device, torch.int32),
-            logprobs_tensors=self._logprobs(logits, logprob_rows, verified, root),
+            logprobs_tensors=self._logprobs(batch, verified, rows, root),
         )
 
-    def _verify(
-        self, logits: torch.Tensor, batch: Batch, chance: torch.Tensor | None
-    ) -> tuple[Verified, torch.Tensor]:
-        """Draw exits and continuations by the exit law; also the row of logits that each emitted token came from."""
+    def _verify(self, rows: TargetRows, batch: Batch, chance: torch.Tensor | None) -> Verified:
+        """Draw every request's exit and continuation by the exit law."""
         tree, row_of = batch.tree, batch.row_of
-        rows = self._rows(logits, batch)
         if rows.probs is None:
             child_p, residual = edge_masses_greedy(rows.argmax, tree, row_of)
         else:
@@ -190,16 +196,16 @@ class TreeRounds:
         path, length = accepted_path(tree, exit_node)
         exit_row = row_of.gather(1, exit_node[:, None])[:, 0]
         continuation = self._draw(
-            rows, exit_row, lambda probs: residual_row(probs, tree, exit_node, row_of), None if chance is None else chance[:, 1]
+            rows,
+            exit_row,
+            lambda probs: residual_row(probs, tree, exit_node, row_of),
+            None if chance is None else chance[:, 1],
         )
-
-        accepted = tree.tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+        path = path if path.shape[1] else path.new_full((len(path), 1), -1)
         tokens = torch.full((len(path), path.shape[1] + 2), -1, dtype=torch.int64, device=path.device)
-        tokens[:, :-2] = accepted
+        tokens[:, :-2] = tree.tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
         tokens.scatter_(1, length[:, None], continuation[:, None])
-        scored_by = torch.cat((row_of[:, :1], row_of[:, 1:].gather(1, path.clamp(min=0))), dim=1)  # token j by node j - 1
-        verified = Verified(exit_node.cpu().numpy(), path.cpu().numpy(), length.cpu().numpy(), tokens.cpu().numpy())
-        return verified, scored_by
+        return Verified(exit_node.cpu().numpy(), path.cpu().numpy(), length.cpu().numpy(), tokens.cpu().numpy())
 
     def _commit(self, batch: Batch, verified: Verified) -> None:
         """Move the accepted paths' keys and values into the requests' own blocks, all layers at once."""
@@ -210,7 +216,7 @@ class TreeRounds:
         source, destination = batch.plan.commit_blocks(
             request, verified.exit[request], last_position, self._block_table_np(), self._block_size
         )
-        self._copier.copy(*(torch.from_numpy(blocks).to(self.device) for blocks in (source, destination)))
+        self._copier.copy(*(self._to_device(blocks) for blocks in (source, destination)))
 
     def _grow(self, batch: Batch, verified: Verified, growing: np.ndarray) -> Pool | None:
         """Let the drafter read the committed tokens, then grow the pools of ``growing`` (batch rows)."""
@@ -218,26 +224,24 @@ class TreeRounds:
         req_ids = self.input_batch.req_ids
         # A root pass left the feature of the position just before this step's first one.
         carried = [self._carried.pop(req_id, None) for req_id in req_ids]
-        carry = np.array([c is not None and c[0] == first - 1 for c, first in zip(carried, batch.computed, strict=True)])
+        carry = np.array([c is not None and c[0] == batch.computed[r] - 1 for r, c in enumerate(carried)])
         counts = carry + batch.before + verified.length
         request = np.repeat(np.arange(requests), counts)
         index = ramp(counts) - carry[request]  # -1 = the carried position, then the step's own tokens, then the path
-        node = np.take_along_axis(verified.path[request], np.maximum(index - batch.before[request], 0)[:, None], 1)[:, 0]
+        node = verified.path[request, np.maximum(index - batch.before[request], 0)]
         from_path = index >= batch.before[request]
         rows = batch.begin[request] + np.where(from_path, batch.before[request] + node, np.maximum(index, 0))
         # The token behind each position: the step's own next token, or one that was just emitted.
         emitted = verified.tokens.copy()
         unfinished = np.flatnonzero(~batch.kept)
-        emitted[unfinished, 0] = self.input_batch.token_ids_cpu[
-            unfinished, (batch.computed + batch.before)[unfinished]
-        ]
+        prompt_position = (batch.computed + batch.before)[unfinished]
+        emitted[unfinished, 0] = self.input_batch.token_ids_cpu[unfinished, prompt_position]
         next_emitted = index - batch.before[request] + 1
         own = self.input_ids.cpu.numpy()[np.minimum(batch.begin[request] + index + 1, self.max_num_tokens - 1)]
         tokens = np.where(next_emitted >= 0, emitted[request, np.maximum(next_emitted, 0)], own)
         positions = batch.computed[request] + index
 
-        to_device = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
-        state = self._step_state
+        to_device, state = self._to_device, self._step_state
         row_index = to_device(rows)
         aux = state.aux_hidden_states
         features = self._drafter.features(
@@ -269,8 +273,8 @@ class TreeRounds:
             return None
         position = position[request]
         n = len(request)
-        index = torch.from_numpy(request).to(self.device)
-        positions = torch.from_numpy(position).to(self.device)
+        index = self._to_device(request)
+        positions = self._to_device(position)
         tokens = torch.from_numpy(verified.tokens[request, verified.length[request]]).to(self.device, torch.int32)
         table = self._block_table(len(batch.before))[index]
         slots = table.gather(1, (positions // self._block_size)[:, None])[:, 0].to(torch.int64) * self._block_size
@@ -318,12 +322,12 @@ class TreeRounds:
             return
         rule, root_log_p, drawn, has_row = self.options.selection, None, None, None
         if root is not None:
-            place = torch.from_numpy(np.searchsorted(growing, root.request)).to(self.device)
+            place = self._to_device(np.searchsorted(growing, root.request))
             has_row = torch.zeros(len(growing), dtype=torch.bool, device=self.device)
             has_row[place] = True
             if rule in DRAWING_RULES:
                 every = torch.arange(len(root.request), device=self.device)
-                u = None if chance is None else chance[torch.from_numpy(root.request).to(self.device), 2]
+                u = None if chance is None else chance[self._to_device(root.request), 2]
                 token = self._draw(root.rows, every, lambda probs: probs, u)
                 drawn = torch.full((len(growing),), -1, dtype=torch.int64, device=self.device)
                 drawn[place] = token
@@ -376,7 +380,8 @@ class TreeRounds:
         paths = None
         if needs_paths(metadata):
             paths = self._tree_paths(batch) if verified is None else self._emitted(verified, request)
-        return target_rows(logits, torch.from_numpy(request).to(self.device), metadata, paths)
+        index = self._to_device(request)
+        return target_rows(logits, index, metadata, paths, self.sampler.logprobs_mode)
 
     def _uniforms(self, batch: Batch) -> torch.Tensor | None:
         """Exit, continuation and drawn token: three numbers per request, ``None`` when every request is greedy."""
@@ -385,8 +390,39 @@ class TreeRounds:
         generators = {r: g for r, g in self.input_batch.generators.items() if batch.kept[r]}
         return uniforms(generators, len(batch.kept), 3, self.device)
 
-    def _logprobs(self, logits, rows, verified, root):
-        return None
+    def _logprobs(
+        self, batch: Batch, verified: Verified, rows: TargetRows, root: RootRows | None
+    ) -> LogprobsTensors | None:
+        """Logprobs of the emitted tokens: each by the row that it was drawn from."""
+        if rows.scored is None:
+            return None
+        path = self._to_device(verified.path)
+        scored, drawn_by = rows.scored, torch.zeros((len(path), 1), dtype=torch.int64, device=self.device)
+        # Token j comes from the row of accepted node j - 1, the first one from the root's.
+        row = torch.cat((batch.row_of[:, :1], batch.row_of.gather(1, path.clamp(min=0) + 1), drawn_by), dim=1)
+        if root is not None and root.rows.scored is not None:
+            request = self._to_device(root.request)
+            last = self._to_device(verified.length[root.request] + 1)
+            row[request, last] = len(scored) + torch.arange(len(request), device=self.device)
+            scored = torch.cat((scored, root.rows.scored))
+        tokens = self._to_device(verified.tokens)
+        return logprobs_for(self.sampler, scored, row, tokens, self.input_batch.sampling_metadata)
+
+    def _tree_paths(self, batch: Batch) -> list[list[int]]:
+        """The tokens below the root on the way to each row of the step's trees."""
+        paths: list[list[int]] = []
+        tokens, parents = batch.tree.tokens.tolist(), batch.tree.parents.tolist()
+        for r, size in enumerate(batch.tree.size.tolist()):
+            of_request: list[list[int]] = [[]]
+            for token, parent in zip(tokens[r][:size], parents[r][:size], strict=True):
+                of_request.append([*of_request[parent + 1], token])
+            paths += of_request + [[]] * (int(batch.drafts[r]) - size)  # ignored rows
+        return paths
+
+    @staticmethod
+    def _emitted(verified: Verified, request: np.ndarray) -> list[list[int]]:
+        """What each request has emitted in this step, the continuation included."""
+        return [verified.tokens[r, : verified.length[r] + 1].tolist() for r in request]
 
     def _draw(self, rows: TargetRows, index: torch.Tensor, mass: Any, uniform: torch.Tensor | None) -> torch.Tensor:
         """One token per request from ``mass(rows.probs)``, ``[n, V]``; greedy requests take row ``index``'s argmax."""
@@ -416,7 +452,7 @@ class TreeRounds:
 
     def _plan_batch(self, scheduler_output: Any, scheduled: np.ndarray) -> Batch:
         """Match the scheduled draft tokens with the proposed trees and lay out the step."""
-        req_ids = self.input_batch.req_ids
+        req_ids, to_device = self.input_batch.req_ids, self._to_device
         requests, spec_tokens = len(req_ids), scheduler_output.scheduled_spec_decode_tokens
         proposed = [self._proposed.pop(req_id, None) for req_id in req_ids]
         drafts = np.zeros(requests, dtype=np.int64)
@@ -440,28 +476,23 @@ class TreeRounds:
         total = int(scheduled.sum())
         plan, depth = None, np.zeros((requests, widest), dtype=np.int64)
         if sizes.any():
-            plan = plan_tree_step(
-                parents, sizes, computed, scheduled, drafts, self._block_table_np()[:requests], self._block_size, self._scratch
-            )
+            table = self._block_table_np()[:requests]
+            plan = plan_tree_step(parents, sizes, computed, scheduled, drafts, table, self._block_size, self._scratch)
             sizes = plan.sizes
             beyond = np.arange(widest)[None, :] >= sizes[:, None]
             parents[beyond], tokens_np[beyond] = -1, -1
             depth[~beyond] = plan.node_depth
-            node_rows = torch.from_numpy(plan.node_rows).to(self.device)
             root_position = (computed + before - 1)[plan.node_request]
-            self.positions[node_rows] = torch.from_numpy(root_position + plan.node_depth).to(self.device)
-            self._copier.copy(
-                torch.from_numpy(plan.copy_source).to(self.device), torch.from_numpy(plan.copy_destination).to(self.device)
-            )
+            self.positions[to_device(plan.node_rows)] = to_device(root_position + plan.node_depth)
+            self._copier.copy(to_device(plan.copy_source), to_device(plan.copy_destination))
         if (drafts > sizes).any():  # placeholders of the scheduler are negative
             self.input_ids.gpu[:total].clamp_(min=0)
         rows_before = np.cumsum(drafts + 1) - (drafts + 1)
         last_row = int((drafts + 1).sum()) - 1
         row_of = np.minimum(rows_before[:, None] + np.arange(widest + 1)[None, :], last_row)
-        to_device = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
         return Batch(
             plan=plan,
-            tree=Tree(tokens=to_device(tokens_np), parents=to_device(parents), depth=to_device(depth), size=to_device(sizes)),
+            tree=Tree(to_device(tokens_np), to_device(parents), to_device(depth), to_device(sizes)),
             row_of=to_device(row_of),
             begin=begin,
             before=before,
@@ -521,9 +552,7 @@ class TreeRounds:
         return self._drafts
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        for req_id in scheduler_output.preempted_req_ids or ():
-            self._forget(req_id)
-        for req_id in scheduler_output.finished_req_ids:
+        for req_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             self._forget(req_id)
         return super()._update_states(scheduler_output)
 
@@ -540,6 +569,9 @@ class TreeRounds:
             "trees": len(self._proposed),
             "carried": len(self._carried),
         }
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def _blocks(self) -> Any:
         return self.input_batch.block_table[0]

@@ -2,8 +2,8 @@
 """Scratch KV blocks: private block copies for the paths of a tree.
 
 A tree needs several continuations of one context in the KV cache at once.  The runner therefore appends a few
-*scratch* blocks to every layer's KV cache, behind the blocks that the scheduler knows of.  A path of the tree is then an
-ordinary sequence: its block table holds the context's own full blocks and, at the end, scratch blocks that carry a
+*scratch* blocks to every layer's KV cache, behind the blocks that the scheduler knows of.  A path of the tree is then
+an ordinary sequence: its block table holds the context's own full blocks and, at the end, scratch blocks that carry a
 copy of the context's last, partly filled block and the path's own keys and values.
 
 Blocks are copied whole.  No code here looks inside a block, so this is right for every block layout: on the CPU the

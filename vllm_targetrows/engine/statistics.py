@@ -15,8 +15,8 @@ PHASES = ("draft", "root_pass", "select", "verify", "commit")
 class RoundStatistics:
     """Sums over all rounds since the worker started.
 
-    ``phase_seconds`` holds the whole of each phase; ``forward_seconds`` the part of it inside a model's forward pass, so
-    that the difference is the plugin's own work.
+    ``phase_seconds`` holds the whole of each phase; ``forward_seconds`` the part of it inside a model's forward pass,
+    so that the difference is the plugin's own work.
     """
 
     def __init__(self) -> None:
