@@ -78,7 +78,7 @@ def ancestor_mask(parents: Tensor, depth: Tensor) -> Tensor:
     """
     requests, nodes = parents.shape
     itself = torch.arange(nodes, device=parents.device)
-    mask = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(requests, nodes, nodes)
+    mask = (itself[:, None] == itself).expand(requests, nodes, nodes)
     up = torch.where(parents < 0, itself, parents)  # a child of the root points at itself: OR-ing it again is harmless
     for k in range((deepest(depth) - 1).bit_length() if nodes else 0):
         if k:
@@ -91,17 +91,28 @@ def depth_first_preorder(parents: Tensor, depth: Tensor) -> Tensor:
     """The place of each node in depth-first preorder: int64 ``[R, B]``.
 
     Siblings keep their incoming order and padding goes last.  A node's place is the number of its ancestors plus the
-    sizes of all subtrees that hang off its path to the left.
+    sizes of all subtrees that hang off its path to the left.  Both sums are by pointer doubling.
 
     Args:
         parents: int64 ``[R, B]``, parents first, ``-1`` for children of the root and for padding (which comes last).
         depth: int64 ``[R, B]``.
     """
-    on_path = ancestor_mask(parents, depth)
-    subtree = on_path.sum(dim=1)
-    earlier_sibling = (parents[:, :, None] == parents[:, None, :]).tril_(-1)
-    step = 1 + (earlier_sibling * subtree[:, None, :]).sum(dim=2)
-    return (on_path * step[:, None, :]).sum(dim=2) - 1
+    requests, nodes = parents.shape
+    up = torch.cat((parents.new_zeros((requests, 1)), parents + 1), dim=1)  # the root is node 0 here, its own parent
+    subtree = torch.ones_like(up)  # the root's own count is never read
+    ups = []  # ups[k] leads 2 ** k levels up
+    for _ in range((deepest(depth) - 1).bit_length() if nodes else 0):
+        ups.append(up)
+        subtree = subtree.scatter_add(1, up, subtree)
+        up = up.gather(1, up)
+    node = torch.arange(nodes, device=parents.device)
+    # Not tril(): on a CPU that starts all threads whatever the size.
+    earlier_sibling = (parents[:, :, None] == parents[:, None, :]) & (node[:, None] > node)
+    place = torch.zeros_like(up)
+    place[:, 1:] = (earlier_sibling * subtree[:, None, 1:]).sum(dim=2) + 1
+    for up in ups:
+        place = place + place.gather(1, up)
+    return place[:, 1:] - 1
 
 
 def truncate(tree: Tree, size: Tensor) -> Tree:
