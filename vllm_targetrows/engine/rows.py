@@ -125,13 +125,15 @@ def target_rows(
         if not isinstance(processor, MinPLogitsProcessor):
             raise _unknown(processor)
         if processor.min_p_count:
-            probs = work.softmax(dim=-1)
-            least = probs.amax(dim=-1, keepdim=True).mul_(processor.min_p[request])
-            work.masked_fill_(probs < least, NEVER)
+            whole = work.softmax(dim=-1)
+            least = whole.amax(dim=-1, keepdim=True).mul_(processor.min_p[request])
+            work.masked_fill_(whole < least, NEVER)
     top_k = None if metadata.top_k is None else metadata.top_k[request]
     top_p = None if metadata.top_p is None else metadata.top_p[request]
-    work = apply_top_k_top_p(work, top_k, top_p)
-    return TargetRows(argmax, work.softmax(dim=-1), greedy, work if wanted and processed else scored)
+    probs = _truncated_softmax(work, top_k, top_p)
+    if wanted and processed:
+        scored = work.masked_fill_(probs == 0, NEVER)
+    return TargetRows(argmax, probs, greedy, scored)
 
 
 def logprobs_for(
@@ -216,6 +218,40 @@ def enable_builtin_processors(runner: Any) -> None:
     batch.sampling_metadata.logitsprocs = batch.logitsprocs
 
 
+# ---------------------------------------------------------------------- top-k and top-p
+
+NUCLEUS_WIDTHS = (128, 2048)
+
+
+def _truncated_softmax(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Softmax after top-k and top-p, ``[T, V]``.
+
+    vLLM's top-p on the CPU sorts the whole vocabulary, 5 ms a row at 49,152 tokens: more than a tree's whole
+    verification pass.  Most nuclei lie within the best few tokens, which cost a tenth; only the other rows are sorted.
+    Which of several equal logits stay when they straddle the nucleus' edge is as open as under vLLM's unstable sort.
+    """
+    if top_p is None or logits.device.type != "cpu":
+        return apply_top_k_top_p(logits, top_k, top_p).softmax(dim=-1)
+    if top_k is not None:
+        logits = apply_top_k_top_p(logits, top_k, None)
+    probs = logits.softmax(dim=-1)
+    left = (top_p < 1).nonzero()[:, 0]
+    for width in NUCLEUS_WIDTHS:
+        if not len(left):
+            return probs
+        best, token = probs[left].topk(min(width, logits.shape[1]))
+        mass = best.cumsum(dim=-1)
+        # A token is in the nucleus when those before it hold less than top-p; the first one always is.
+        best[:, 1:].masked_fill_(mass[:, :-1] >= top_p[left, None], 0.0)
+        complete = mass[:, -1] >= top_p[left]
+        rows, best, left = left[complete], best[complete], left[~complete]
+        probs.index_fill_(0, rows, 0.0)
+        probs[rows[:, None], token[complete]] = best / best.sum(dim=-1, keepdim=True)
+    if len(left):
+        probs[left] = apply_top_k_top_p(logits[left], None, top_p[left]).softmax(dim=-1)
+    return probs
+
+
 # ---------------------------------------------------------------------- transforms that can change the argmax
 
 
@@ -254,6 +290,10 @@ def _argmax_transforms(
     holder = metadata.thinking_budget_state_holder
     if holder is not None and holder.has_tracked_requests() and prefixes is not None:
         _put(logits, _forced_by_thinking_budget(holder, prefixes), FORCED)
+    if prefixes is not None or metadata.allowed_token_ids_mask is not None:
+        # Where nothing is allowed at all, plain sampling emits token 0.
+        nothing = torch.isneginf(logits.amax(dim=-1))
+        logits[:, 0].masked_fill_(nothing, 0.0)
     return logits
 
 
