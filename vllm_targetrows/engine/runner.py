@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,6 +49,11 @@ from vllm_targetrows.verification import (
     residual_row,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+else:
+    GPUModelRunner = object
+
 logger = init_logger(__name__)
 
 SCRATCH_SHARE = 0.25
@@ -56,6 +61,7 @@ SCRATCH_SHARE = 0.25
 DRAWING_RULES = ("root_draw", "pearl")
 ROOT_RULES = ("root", *DRAWING_RULES)
 NO_PARENTS = np.zeros(0, dtype=np.int64)
+NOTHING_CARRIED = (-2, torch.empty(0))
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class RootRows:
     features: torch.Tensor  # [n, hidden] of the continuation
 
 
-class TreeRounds:
+class TreeRounds(GPUModelRunner):
     """Mixed into a Model Runner V1: replaces chain speculation by rounds with trees."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -182,15 +188,7 @@ class TreeRounds:
     def _verify(self, rows: TargetRows, batch: Batch, chance: torch.Tensor | None) -> Verified:
         """Draw every request's exit and continuation by the exit law."""
         tree, row_of = batch.tree, batch.row_of
-        if rows.probs is None:
-            child_p, residual = edge_masses_greedy(rows.argmax, tree, row_of)
-        else:
-            child_p, residual = edge_masses(rows.probs, tree, row_of)
-            if rows.argmax is not None:
-                greedy = rows.greedy[:, None]
-                greedy_child_p, greedy_residual = edge_masses_greedy(rows.argmax, tree, row_of)
-                child_p = torch.where(greedy, greedy_child_p.to(child_p.dtype), child_p)
-                residual = torch.where(greedy, greedy_residual.to(residual.dtype), residual)
+        child_p, residual = self._masses(rows, tree, row_of)
         half = torch.full((len(row_of),), 0.5, dtype=torch.float64, device=row_of.device)
         exit_node = draw_exit(exit_law(child_p, residual, tree), half if chance is None else chance[:, 0])
         path, length = accepted_path(tree, exit_node)
@@ -223,8 +221,8 @@ class TreeRounds:
         requests = len(batch.before)
         req_ids = self.input_batch.req_ids
         # A root pass left the feature of the position just before this step's first one.
-        carried = [self._carried.pop(req_id, None) for req_id in req_ids]
-        carry = np.array([c is not None and c[0] == batch.computed[r] - 1 for r, c in enumerate(carried)])
+        carried = [self._carried.pop(req_id, NOTHING_CARRIED) for req_id in req_ids]
+        carry = np.array([position for position, _ in carried]) == batch.computed - 1
         counts = carry + batch.before + verified.length
         request = np.repeat(np.arange(requests), counts)
         index = ramp(counts) - carry[request]  # -1 = the carried position, then the step's own tokens, then the path
@@ -249,7 +247,7 @@ class TreeRounds:
             None if aux is None else [a.index_select(0, row_index) for a in aux],
         )
         if carry.any():
-            features[to_device(index < 0)] = torch.stack([c[1] for c, use in zip(carried, carry, strict=True) if use])
+            features[to_device(index < 0)] = torch.stack([carried[r][1] for r in np.flatnonzero(carry)])
         query_start = torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
         block_table = self._block_table(requests)
         with self.round_statistics.forward("draft"):
@@ -424,23 +422,42 @@ class TreeRounds:
         """What each request has emitted in this step, the continuation included."""
         return [verified.tokens[r, : verified.length[r] + 1].tolist() for r in request]
 
+    @staticmethod
+    def _masses(rows: TargetRows, tree: Tree, row_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the exit law needs of greedy rows, sampled rows or both."""
+        if rows.argmax is None:
+            assert rows.probs is not None
+            return edge_masses(rows.probs, tree, row_of)
+        child_p, residual = edge_masses_greedy(rows.argmax, tree, row_of)
+        if rows.probs is not None:
+            assert rows.greedy is not None
+            greedy = rows.greedy[:, None]
+            sampled_child_p, sampled_residual = edge_masses(rows.probs, tree, row_of)
+            child_p = torch.where(greedy, child_p, sampled_child_p)
+            residual = torch.where(greedy, residual, sampled_residual)
+        return child_p, residual
+
     def _draw(self, rows: TargetRows, index: torch.Tensor, mass: Any, uniform: torch.Tensor | None) -> torch.Tensor:
         """One token per request from ``mass(rows.probs)``, ``[n, V]``; greedy requests take row ``index``'s argmax."""
         if rows.probs is None:
+            assert rows.argmax is not None
             return rows.argmax[index]
+        assert uniform is not None
         token = draw_token(mass(rows.probs), uniform)
-        return token if rows.argmax is None else torch.where(rows.greedy, rows.argmax[index], token)
+        if rows.argmax is None:
+            return token
+        assert rows.greedy is not None
+        return torch.where(rows.greedy, rows.argmax[index], token)
 
     def _first_level_log_p(self, rows: TargetRows, pool: Pool, place: torch.Tensor) -> torch.Tensor:
         """Log root row at the pool's first-level tokens, ``[G, width]``; only the rows ``place`` are filled."""
         first = pool.tokens[place, : pool.width]
         log_p = torch.zeros((len(pool.tokens), pool.width), dtype=pool.score.dtype, device=pool.tokens.device)
+        if rows.argmax is not None:
+            log_p[place] = (first == rows.argmax[:, None]).to(log_p.dtype).log()
         if rows.probs is not None:
             values = rows.probs.gather(1, first).log().to(log_p.dtype)
-        if rows.argmax is not None:
-            point = torch.where(first == rows.argmax[:, None], 0.0, float("-inf")).to(log_p.dtype)
-            values = point if rows.probs is None else torch.where(rows.greedy[:, None], point, values)
-        log_p[place] = values
+            log_p[place] = values if rows.greedy is None else torch.where(rows.greedy[:, None], log_p[place], values)
         return log_p
 
     # ------------------------------------------------------------------ inputs of a step
@@ -500,7 +517,7 @@ class TreeRounds:
             drafts=drafts,
             kept=~self.discard_request_mask.np[:requests],
             decoding=computed >= self.input_batch.num_prompt_tokens[:requests],
-            reasons=[known and known.reason for known in proposed],
+            reasons=[known.reason if known else None for known in proposed],
         )
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:

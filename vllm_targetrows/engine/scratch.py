@@ -103,9 +103,9 @@ def _stack(caches: list[torch.Tensor]) -> torch.Tensor:
     block = first[0]
     elements = block.numel()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True))
+    shape = [len(caches), *first.shape]
+    stride = [distance, *first.stride()]
     if extent == elements:  # a block is one run of memory, whatever the order of its dimensions
-        shape, stride = (len(caches), first.shape[0], elements), (distance, first.stride(0), 1)
-    else:
-        shape, stride = (len(caches), *first.shape), (distance, *first.stride())
+        shape, stride = [len(caches), first.shape[0], elements], [distance, first.stride(0), 1]
     assert math.prod(shape) == len(caches) * first.numel()
     return first.as_strided(shape, stride, first.storage_offset())
