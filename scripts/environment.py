@@ -83,17 +83,23 @@ def pip_install(arguments: list[str], label: str, total: int) -> None:
         for line in pip.stdout:
             log.write(line)
             output.append(line)
+            words = line.split()
             what = ""
+            large = False
             if line.startswith(("Collecting ", "Requirement already satisfied: ", "Processing ", "Obtaining ")):
                 reached += 1
-                what = line.split(": ")[-1].split()[-1 if ": " not in line else 0]
+                what = words[3] if line.startswith("Requirement") else words[1]
+            elif words[:1] == ["Downloading"]:
+                what = " ".join(words[1:4])
+                large = "MB" in what and len(words[2]) > len("(9.9")  # ten megabytes and more
             elif line.startswith("Installing collected packages"):
                 what = "unpacking"
+                large = True
             if what and interactive:
                 print(f"\r\033[K  {label}: {min(reached, total)}/{total} {what}"[:100], end="", flush=True)
                 shown = True
-            elif what and (reached % 25 == 0 or what == "unpacking"):
-                print(f"  {label}: {min(reached, total)}/{total}", flush=True)
+            elif large:
+                print(f"  {label}: {min(reached, total)}/{total} {what}", flush=True)
     if shown:
         print("\r\033[K", end="")
     if pip.returncode != 0:
@@ -122,7 +128,7 @@ def main() -> None:
         STAMP.unlink(missing_ok=True)
         LOG.write_text("")
         locked = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
-        print(f"[2/3] {len(locked)} locked packages (about 1 GB on disk, a minute or two)", flush=True)
+        print(f"[2/3] {len(locked)} locked packages (about 4 GB on disk, some minutes the first time)", flush=True)
         pip_install(["--no-deps", "-r", str(LOCK)], "packages", len(locked))
         check_torch()
         print("[3/3] this project", flush=True)

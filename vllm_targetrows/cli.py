@@ -23,9 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["demo"]:
             # The demo reads its own options. It imports vLLM, which the other commands do not need.
-            from vllm_targetrows import demo
+            from vllm_targetrows.demo import main as demo_main
 
-            return demo.main(arguments[1:])
+            return demo_main(arguments[1:])
         which = parser.parse_args(arguments).which
         print(target_folder() if which == "target" else drafter_folder())
     except EmbeddedModelError as error:
