@@ -186,7 +186,8 @@ class Eagle3Drafter:
 
     def _children(self, head_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Top-k of ``log q`` in draft-vocabulary space: ``([n, k], [n, k])``."""
-        logits = self.model.logits_processor(self.model.lm_head, head_state).float()
+        with self.statistics.forward("draft"):
+            logits = self.model.logits_processor(self.model.lm_head, head_state).float()
         best, child = logits.topk(self.topk, dim=-1)
         return best - logits.logsumexp(dim=-1, keepdim=True), child
 

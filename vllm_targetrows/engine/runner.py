@@ -250,10 +250,9 @@ class TreeRounds(GPUModelRunner):
             features[to_device(index < 0)] = torch.stack([carried[r][1] for r in np.flatnonzero(carry)])
         query_start = torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
         block_table = self._block_table(requests)
-        with self.round_statistics.forward("draft"):
-            head_state, fed_state = self._drafter.catch_up(
-                features, to_device(tokens), to_device(positions), query_start, block_table
-            )
+        head_state, fed_state = self._drafter.catch_up(
+            features, to_device(tokens), to_device(positions), query_start, block_table
+        )
         if not len(growing):
             return None
         last = to_device((batch.computed + batch.before - 1 + verified.length)[growing])
