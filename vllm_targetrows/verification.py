@@ -129,7 +129,7 @@ def edge_masses(probs: Tensor, tree: Tree, row_of: Tensor) -> tuple[Tensor, Tens
     """What the exit law needs from the rows.
 
     Args:
-        probs: float ``[T, V]`` rows, each a distribution.  Its children's entries are taken out while the remaining
+        probs: float ``[T, V]``, contiguous; rows, each a distribution.  Its children's entries are taken out while the remaining
             mass is summed, and put back bit for bit: the caller must not read it meanwhile.
 
     Returns:
