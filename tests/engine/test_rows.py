@@ -38,6 +38,8 @@ CONFIG: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
 THINK_START, THINK_END = [7, 8], [9, 10]
 MODES = ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 CPU = torch.device("cpu")
+# Few distinct tokens, so that repetitions, bad words and thinking marks do occur.
+TOKEN = st.sampled_from([1, 2, 3, *THINK_START, *THINK_END])
 
 
 # ---------------------------------------------------------------------- batches as the runner has them
@@ -98,8 +100,7 @@ def plain(
 
 
 def tokens(length: int) -> st.SearchStrategy[list[int]]:
-    # Few distinct tokens, so that repetitions, bad words and thinking marks do occur.
-    return st.lists(st.integers(0, 12), min_size=length, max_size=length)
+    return st.lists(TOKEN, min_size=length, max_size=length)
 
 
 @st.composite
@@ -122,7 +123,7 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=draw(st.lists(st.integers(0, V - 1), max_size=15)),
         thinking_token_budget=sometimes(st.integers(0, 5), None),
     )
-    words = sometimes(st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=3), max_size=4), None)
+    words = sometimes(st.lists(st.lists(TOKEN, min_size=1, max_size=3), max_size=6), None)
     params._bad_words_token_ids = words
     return params
 
@@ -138,7 +139,7 @@ def requests(draw: st.DrawFn) -> list[tuple[SamplingParams, list[int], list[int]
         for _ in range(draw(st.integers(0, 5))):
             # A preorder: the next node's parent is the last node or one of its ancestors.
             depth = draw(st.integers(0, len(paths[-1])))
-            paths.append([*paths[-1][:depth], draw(st.integers(0, 12))])
+            paths.append([*paths[-1][:depth], draw(TOKEN)])
         drawn.append((draw(parameters()), prompt, output, paths))
     return drawn
 
@@ -170,6 +171,17 @@ def test_every_row_is_the_plain_samplers(drawn: Any, seed: int) -> None:
         else:
             assert rows.probs is not None
             torch.testing.assert_close(rows.probs[row], scores.softmax(-1), rtol=0, atol=1e-6)
+
+
+def test_bad_words_end_on_the_path() -> None:
+    params = SamplingParams(temperature=0.0)
+    params._bad_words_token_ids = [[1, 2, 3], [20]]
+    logits = torch.arange(V, 0, -1.0).repeat(5, 1)
+    logits[:, 3], logits[:, 20] = 90.0, 80.0
+    paths = [[], [2], [4], [1, 2], [2, 2]]
+    metadata = make_batch([(params, [2], [5, 1])]).sampling_metadata
+    rows = target_rows(logits, torch.zeros(5, dtype=torch.int64), metadata, paths)
+    assert rows.argmax is not None and rows.argmax.tolist() == [3, 0, 3, 0, 3]
 
 
 def test_nucleus_of_a_large_vocabulary() -> None:

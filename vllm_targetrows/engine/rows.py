@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -101,11 +101,10 @@ def target_rows(
     processed = logprobs_mode in PROCESSED_LOGPROBS_MODES
     if wanted and not processed:
         scored = logits
-    # float32 before the argmax, as in plain sampling: bfloat16 logits need no transform, but float32 ones may.
     work = logits.to(torch.float32)
     if work is scored and (not metadata.all_greedy or _changes_argmax(metadata)):
         work = work.clone()
-    work = _argmax_transforms(work, request, metadata, paths)
+    _argmax_transforms(work, request, metadata, paths)
     argmax = None if metadata.all_random else Sampler.greedy_sample(work)
     if metadata.all_greedy:
         return TargetRows(argmax, None, None, work if wanted and processed else scored)
@@ -265,7 +264,7 @@ def _changes_argmax(metadata: SamplingMetadata) -> bool:
 
 def _argmax_transforms(
     logits: torch.Tensor, request: torch.Tensor, metadata: SamplingMetadata, paths: Paths | None
-) -> torch.Tensor:
+) -> None:
     """Everything above the temperature, in place, in the order of ``Sampler.apply_logits_processors``."""
     if metadata.allowed_token_ids_mask is not None:
         logits.masked_fill_(metadata.allowed_token_ids_mask[request], NEVER)
@@ -286,7 +285,7 @@ def _argmax_transforms(
         else:
             raise _unknown(processor)
     if not metadata.no_penalties and prefixes is not None:
-        logits = _penalties(logits, metadata, request, prefixes)
+        _penalties(logits, metadata, prefixes)
     holder = metadata.thinking_budget_state_holder
     if holder is not None and holder.has_tracked_requests() and prefixes is not None:
         _put(logits, _forced_by_thinking_budget(holder, prefixes), FORCED)
@@ -294,7 +293,6 @@ def _argmax_transforms(
         # Where nothing is allowed at all, plain sampling emits token 0.
         nothing = torch.isneginf(logits.amax(dim=-1))
         logits[:, 0].masked_fill_(nothing, 0.0)
-    return logits
 
 
 def _unknown(processor: object) -> ValueError:
@@ -354,48 +352,41 @@ def _logit_bias(logits: torch.Tensor, processor: LogitBiasLogitsProcessor, reque
     logits[row, token[entry]] += processor.bias_tensor[entry]
 
 
-def _penalties(
-    logits: torch.Tensor, metadata: SamplingMetadata, request: torch.Tensor, prefixes: _Prefixes
-) -> torch.Tensor:
-    """Repetition, frequency and presence penalties, for the requests that have any."""
-    repetition = metadata.repetition_penalties
-    frequency = metadata.frequency_penalties
-    presence = metadata.presence_penalties
-    penalised = ((repetition != 1) | (frequency != 0) | (presence != 0)).nonzero()[:, 0]  # batch index [P]
-    place = torch.full((len(repetition),), -1, dtype=torch.int64, device=logits.device)
-    place[penalised] = torch.arange(len(penalised), device=logits.device)
-    rows = (place[request] >= 0).nonzero()[:, 0]
-    if not len(rows):
-        return logits
-    of_row = request[rows]
-    vocabulary = logits.shape[1]
+def _penalties(logits: torch.Tensor, metadata: SamplingMetadata, prefixes: _Prefixes) -> None:
+    """Repetition, frequency and presence penalties: they move only the logits of tokens in a prefix."""
+    repetition, frequency, presence = (
+        values.tolist()
+        for values in (metadata.repetition_penalties, metadata.frequency_penalties, metadata.presence_penalties)
+    )
     assert metadata.prompt_token_ids is not None
-    seen = torch.zeros((len(penalised), vocabulary + 1), dtype=torch.bool, device=logits.device)
-    seen.scatter_(1, metadata.prompt_token_ids[penalised].clamp(max=vocabulary), True)  # the prompts are padded with V
-    outputs = [metadata.output_token_ids[r] for r in penalised.tolist()]
-    count = _counts(outputs, vocabulary, logits.device)[place[of_row]]
-    count += _counts([prefixes.paths[row] for row in rows.tolist()], vocabulary, logits.device)
+    begin = 0
+    for r, group in groupby(prefixes.request):
+        rows = slice(begin, begin + len(list(group)))
+        begin = rows.stop
+        if (repetition[r], frequency[r], presence[r]) == (1.0, 0.0, 0.0):
+            continue
+        paths = prefixes.paths[rows]
+        prompt = metadata.prompt_token_ids[r].cpu().numpy()
+        output = np.array(metadata.output_token_ids[r], dtype=np.int64)
+        prompt, output = prompt[prompt < logits.shape[1]], output[output >= 0]  # prompts are padded with V
+        path = np.fromiter(chain.from_iterable(paths), dtype=np.int64)
+        path_row = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
+        token, place = np.unique(np.concatenate((prompt, output, path)), return_inverse=True)
+        in_prompt, in_output, in_path = np.split(place, np.cumsum((len(prompt), len(output))))
+        counted = np.zeros((len(paths), len(token)), dtype=np.float32)
+        counted += np.bincount(in_output, minlength=len(token))
+        np.add.at(counted, (path_row, in_path), 1)
+        prompted = np.zeros(len(token), dtype=bool)
+        prompted[in_prompt] = True
 
-    work = logits if len(rows) == len(logits) else logits[rows]
-    repeated = seen[place[of_row], :vocabulary] | (count > 0)
-    penalty = torch.where(repeated, repetition[of_row][:, None], 1.0)
-    work *= torch.where(work > 0, 1.0 / penalty, penalty)
-    work -= frequency[of_row][:, None] * count
-    work -= presence[of_row][:, None] * (count > 0)
-    if work is not logits:
-        logits[rows] = work
-    return logits
-
-
-def _counts(tokens: Sequence[Sequence[int]], vocabulary: int, device: torch.device) -> torch.Tensor:
-    """How often each token occurs in each sequence, float32 ``[len(tokens), vocabulary]``."""
-    flat = np.fromiter(chain.from_iterable(tokens), dtype=np.int64)
-    sequence = np.repeat(np.arange(len(tokens)), [len(t) for t in tokens])
-    known = (flat >= 0) & (flat < vocabulary)
-    count = torch.zeros((len(tokens), vocabulary), device=device)
-    index = torch.from_numpy(sequence[known] * vocabulary + flat[known]).to(device)
-    count.view(-1).index_add_(0, index, torch.ones(len(index), device=device))
-    return count
+        count, where = torch.from_numpy(counted).to(logits.device), torch.from_numpy(token).to(logits.device)
+        repeated = (count > 0) | torch.from_numpy(prompted).to(logits.device)
+        penalty = torch.where(repeated, repetition[r], 1.0)
+        value = logits[rows, where]
+        value *= torch.where(value > 0, 1.0 / penalty, penalty)
+        value -= frequency[r] * count
+        value -= presence[r] * (count > 0)
+        logits[rows, where] = value
 
 
 _STEPPED = "targetrows_stepped"  # output lengths at which a request's committed state has been stepped
