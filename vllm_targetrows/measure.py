@@ -3,7 +3,7 @@
 
 Every configuration has an engine in a process of its own (``vllm_targetrows.engine.timed``).  All of them stay loaded
 and take turns prompt by prompt, so that whatever disturbs the machine disturbs all of them alike.  An idle engine
-sleeps on its pipe and uses no CPU; the run measures that and reports it.
+sleeps on its pipe; what it still uses (gloo's polling, about 1 % of one CPU) is measured and reported.
 
 This module never imports vLLM.
 """
