@@ -74,8 +74,8 @@ class Layer:
     def attend(self, query: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, window: int):
         metadata = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(lens), num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_size,
-            seq_lens=lens, dtype=self.dtype, query_start_loc=starts, causal=True, sliding_window_size=window, isa=self.isa,
-            enable_kv_split=True, dynamic_causal=None, kv_cache_dtype="auto",
+            seq_lens=lens, dtype=self.dtype, query_start_loc=starts, causal=True, sliding_window_size=window,
+            isa=self.isa, enable_kv_split=True, dynamic_causal=None, kv_cache_dtype="auto",
         )  # fmt: skip
         output = torch.full_like(query, float("nan"))
         key, value = self.halves()
