@@ -129,8 +129,8 @@ def edge_masses(probs: Tensor, tree: Tree, row_of: Tensor) -> tuple[Tensor, Tens
     """What the exit law needs from the rows.
 
     Args:
-        probs: float ``[T, V]``, contiguous; rows, each a distribution.  Its children's entries are taken out while the remaining
-            mass is summed, and put back bit for bit: the caller must not read it meanwhile.
+        probs: float ``[T, V]``, contiguous, each row a distribution.  The entries of its children are taken out while
+            the remaining mass is summed, and put back bit for bit: nobody else may read it meanwhile.
 
     Returns:
         child_p: float64 ``[R, B]`` probability of each node's token in its parent's row, 0 for padding.

@@ -207,6 +207,15 @@ def test_a_drawn_token_that_does_not_exist_in_the_first_level_gives_no_tree(grow
     assert select(pool, 9, rule, drawn=drawn).size.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("rule", ["root_draw", "pearl"])
+def test_a_nonexistent_node_does_not_hide_the_drawn_one(grow_pool, rule):
+    pool = grow_pool(7, 1, 4, 3)
+    pool.score[0, pool.branch[0] == 0] = NEVER
+    expected = paths(select(pool, 20, rule, drawn=pool.tokens[:, 2]), 0)
+    pool.tokens[0, 0] = pool.tokens[0, 2]
+    assert paths(select(pool, 20, rule, drawn=pool.tokens[:, 2]), 0) == expected != []
+
+
 def test_pearl_keeps_fewer_nodes_than_root_draw_at_one_budget(grow_pool):
     pool = grow_pool(5, 6, 4, 4)
     drawn = pool.tokens[:, 1]
