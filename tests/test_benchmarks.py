@@ -14,7 +14,7 @@ import pytest
 
 from vllm_targetrows import demo, report
 from vllm_targetrows.engine.timed import difference
-from vllm_targetrows.measure import Configuration, Measurement, Settings, best_stock
+from vllm_targetrows.measure import Configuration, Measurement, Settings, best_stock, matrix_dtype
 
 
 def _measurement(configuration: str, unit: int = 0, tokens: int = 10, seconds: float = 1.0, **more: Any) -> Measurement:
@@ -86,6 +86,14 @@ def test_all_engines_share_threads_and_modes() -> None:
     assert arguments["enforce_eager"] is False
     assert arguments["max_num_seqs"] == 4
     assert arguments["enable_prefix_caching"] is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [("fma avx2", "float32"), ("avx2 avx512f avx512_bf16", "bfloat16"), ("asimd bf16", "bfloat16")]
+)
+def test_bfloat16_is_chosen_where_it_is_fast(tmp_path: Path, flags: str, dtype: str) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    assert matrix_dtype(tmp_path / "cpuinfo") == dtype
 
 
 # ------------------------------------------------------------------ the command line

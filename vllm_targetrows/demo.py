@@ -12,7 +12,15 @@ from tqdm import tqdm
 
 from vllm_targetrows import report
 from vllm_targetrows.embedded import EmbeddedModelError, drafter_folder, target_folder
-from vllm_targetrows.measure import Bench, Configuration, EngineError, Measurement, Settings, physical_cpus
+from vllm_targetrows.measure import (
+    Bench,
+    Configuration,
+    EngineError,
+    Measurement,
+    Settings,
+    matrix_dtype,
+    physical_cpus,
+)
 
 TREE = "draft:B=8,topk=10,depth=5"
 CONFIGURATIONS = ("plain", "eagle3:k=2", TREE, "root_draw:B=8,topk=10,depth=5")
@@ -34,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="vllm-targetrows demo", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="most new tokens for a question")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=matrix_dtype(), help="the faster one here")
     options = parser.parse_args(argv)
     try:
         measurements = _measure(options.max_tokens, options.dtype)
@@ -93,7 +101,7 @@ def speeds(measurements: Sequence[Measurement], dtype: str) -> str:
     ]
     if dtype != "float32":
         lines.append(
-            "In bfloat16 a near tie between two tokens can fall either way when several rows are computed at once, for"
-            "\nstock speculation too; `vllm-targetrows demo --dtype float32` shows the texts equal."
+            "In bfloat16 a near tie between two tokens can fall either way when several rows are computed at once, for\n"
+            "stock speculation too; `vllm-targetrows demo --dtype float32` shows the texts equal."
         )
     return "\n".join(lines)
