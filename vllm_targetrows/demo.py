@@ -101,7 +101,7 @@ def speeds(measurements: Sequence[Measurement], dtype: str) -> str:
     ]
     if dtype != "float32":
         lines.append(
-            "In bfloat16 a near tie between two tokens can fall either way when several rows are computed at once, for\n"
-            "stock speculation too; `vllm-targetrows demo --dtype float32` shows the texts equal."
+            "In bfloat16 a near tie between two tokens can fall either way when several rows are computed at once,\n"
+            "for stock speculation too; `vllm-targetrows demo --dtype float32` shows the texts equal."
         )
     return "\n".join(lines)
