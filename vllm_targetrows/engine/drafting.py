@@ -56,7 +56,7 @@ class Eagle3Drafter:
         self.copier = copier
         self.statistics = statistics
         self.device = proposer.device
-        self.last_position = vllm_config.model_config.max_model_len - 1
+        self.last_position = min(vllm_config.model_config.max_model_len, proposer.draft_model_config.max_model_len) - 1
         model: Any = proposer.model
         self.model = model
         offsets = getattr(model, "draft_id_to_target_id", None)

@@ -173,7 +173,7 @@ class TreeRounds(GPUModelRunner):
         with stats.phase("commit"):
             self._commit(batch, verified)
         with stats.phase("draft"):
-            growing = self._growing(batch)
+            growing = self._growing(batch, verified)
             pool = self._grow(batch, verified, growing)
         with stats.phase("root_pass"):
             root = self._root_pass(batch, verified, growing)
@@ -340,13 +340,14 @@ class TreeRounds(GPUModelRunner):
         tokens, parents, sizes = tree.tokens.tolist(), tree.parents.cpu().numpy(), tree.size.tolist()
         for i, (r, size) in enumerate(zip(growing.tolist(), sizes, strict=True)):
             self._drafts[r] = tokens[i][:size]
-            self._proposed[req_ids[r]] = ProposedTree(
-                self._drafts[r], parents[i, :size], None if size else "absent" if rule in DRAWING_RULES else "empty"
-            )
+            self._proposed[req_ids[r]] = ProposedTree(self._drafts[r], parents[i, :size], None if size else "absent")
 
-    def _growing(self, batch: Batch) -> np.ndarray:
-        """Batch rows that get a tree next: those whose prompt is complete and whose output is not structured."""
-        growing = batch.kept.copy()
+    def _growing(self, batch: Batch, verified: Verified) -> np.ndarray:
+        """Batch rows that get a tree next; why the others do not is kept for the statistics."""
+        continuation = batch.computed + batch.before + verified.length
+        growing = batch.kept & (continuation < self.effective_drafter_max_model_len)
+        for r in np.flatnonzero(batch.kept & ~growing):
+            self._proposed[self.input_batch.req_ids[r]] = ProposedTree([], NO_PARENTS, "drafter_max_model_len")
         for r, req_id in enumerate(self.input_batch.req_ids):
             params = self.requests[req_id].sampling_params
             if params is None or params.structured_outputs is not None:
