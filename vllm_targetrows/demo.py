@@ -22,8 +22,8 @@ from vllm_targetrows.measure import (
     physical_cpus,
 )
 
-TREE = "draft:B=8,topk=10,depth=5"
-CONFIGURATIONS = ("plain", "eagle3:k=2", TREE, "root_draw:B=8,topk=10,depth=5")
+TREE = "draft:B=3,topk=3,depth=2"
+CONFIGURATIONS = ("plain", "eagle3:k=2", TREE, "root_draw:B=3,topk=3,depth=2")
 WARM_UP = "Name three colours."
 QUESTIONS = (
     "Why is the sky blue? Answer in two or three sentences.",

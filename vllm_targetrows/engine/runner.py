@@ -464,7 +464,8 @@ class TreeRounds(GPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self._batch = self._plan_batch(scheduler_output, num_scheduled_tokens)
+        with self.round_statistics.phase("verify"):
+            self._batch = self._plan_batch(scheduler_output, num_scheduled_tokens)
         return prepared
 
     def _plan_batch(self, scheduler_output: Any, scheduled: np.ndarray) -> Batch:
@@ -523,10 +524,11 @@ class TreeRounds(GPUModelRunner):
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, base = super()._build_attention_metadata(*args, **kwargs)
         if self._batch is not None and self._batch.plan is not None:
-            virtual, rows, slots = virtual_metadata(self._batch.plan, base, self.device)
-            metadata = self._metadata_of_layers(virtual)
-            for layer_metadata in {id(m): m for m in metadata.values()}.values():
-                layer_metadata.tree_rows, layer_metadata.tree_slots = rows, slots
+            with self.round_statistics.phase("verify"):
+                virtual, rows, slots = virtual_metadata(self._batch.plan, base, self.device)
+                metadata = self._metadata_of_layers(virtual)
+                for layer_metadata in {id(m): m for m in metadata.values()}.values():
+                    layer_metadata.tree_rows, layer_metadata.tree_slots = rows, slots
         return metadata, base
 
     def _metadata_of_layers(self, common: CommonAttentionMetadata) -> dict[str, Any]:
@@ -540,9 +542,13 @@ class TreeRounds(GPUModelRunner):
     # ------------------------------------------------------------------ around the round
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        stats = self.round_statistics
+        start, planned = time.perf_counter(), stats.phase_seconds["verify"]
         output = super().execute_model(*args, **kwargs)
-        self.round_statistics.add("verify", time.perf_counter() - start)
+        # The target's pass and vLLM's own preparation; the planning in between has been counted already.
+        seconds = time.perf_counter() - start - (stats.phase_seconds["verify"] - planned)
+        stats.phase_seconds["verify"] += seconds
+        stats.forward_seconds["verify"] += seconds
         return output
 
     @torch.inference_mode()

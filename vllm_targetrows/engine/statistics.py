@@ -28,10 +28,6 @@ class RoundStatistics:
         self.phase_seconds = dict.fromkeys(PHASES, 0.0)
         self.forward_seconds = dict.fromkeys(PHASES, 0.0)
 
-    def add(self, name: str, seconds: float) -> None:
-        """Add to a phase that a ``with`` block cannot enclose."""
-        self.phase_seconds[name] += seconds
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the ``with`` block to a phase."""
