@@ -37,6 +37,7 @@ ENVIRONMENT = {
 ALL_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "auto", "OMP_NUM_THREADS": str(os.cpu_count())}
 
 _context: Any = None
+_starting = threading.Lock()
 
 
 def run(
@@ -52,7 +53,8 @@ def run(
     Raises:
         RuntimeError: the function raised or the process died; with its traceback and the end of its output.
     """
-    context = _server()
+    with _starting:
+        context = _server()
     receiver, sender = context.Pipe(duplex=False)
     lifeline, alive = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:

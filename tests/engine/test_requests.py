@@ -255,7 +255,7 @@ def test_structured_output_decodes_without_a_tree_in_the_same_batch(tiny_pair: A
         _same(str(name), ours, theirs)
     (state,) = result["states"]
     assert state["no_tree"]["structured_output"] > 5
-    assert state["rounds"] > 5
+    assert state["rounds"] > 2
     _nothing_kept(result)
 
 

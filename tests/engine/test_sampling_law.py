@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import engine_process
@@ -46,7 +47,17 @@ def _fits(
     settings = [
         {**SETTINGS[name], "max_tokens": LENGTH, **({"seed": i} if i % 10 == 0 else {})} for i, name in enumerate(names)
     ]
-    draws = engine_process.run(scenarios.draw, pair.target, options, PROMPT, settings, timeout=900, **more)
+    # Two engines side by side, each on one core and with a seed of its own, draw half of them each.
+    half = len(settings) // 2
+
+    def run(seed: int, part: list[dict[str, Any]]) -> list[list[int]]:
+        arguments = (pair.target, {**options, "seed": seed}, PROMPT, part)
+        draws: list[list[int]] = engine_process.run(scenarios.draw, *arguments, timeout=1400, **more)
+        return draws
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(run, (0, 1), (settings[:half], settings[half:])))
+    draws = parts[0] + parts[1]
     fits = {}
     for name in counts:
         fits[name] = sampling_law.fit(
@@ -60,7 +71,7 @@ def _rows(pair: Any, rule: str) -> dict[str, Any]:
     return {"speculative_config": scenarios.target_rows(pair.drafter, BUDGET, rule)}
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_has_the_targets_law(tiny_pair: Any, laws: Laws, rule: str) -> None:
     counts = {"temperature 1": 20_000, "top-p and top-k": 20_000}
@@ -68,7 +79,7 @@ def test_every_rule_has_the_targets_law(tiny_pair: Any, laws: Laws, rule: str) -
         assert fit.p_value > REJECTED, (name, fit)
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("rule", RULES)
 def test_min_p_and_penalties_keep_the_law(tiny_pair: Any, laws: Laws, rule: str) -> None:
     counts = {"temperature 1": 1_000, "min-p": 3_000, "penalties": 4_000}
@@ -76,14 +87,14 @@ def test_min_p_and_penalties_keep_the_law(tiny_pair: Any, laws: Laws, rule: str)
         assert fit.p_value > REJECTED, (name, fit)
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(1500)
 def test_plain_decoding_has_the_law(tiny_pair: Any, laws: Laws) -> None:
     counts = {"temperature 1": 5_000, "top-p and top-k": 3_000, "min-p": 2_000, "penalties": 2_000}
     for name, fit in _fits(tiny_pair, {}, laws, counts).items():
         assert fit.p_value > REJECTED, (name, fit)
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(1500)
 def test_corrected_stock_eagle3_has_the_law(tiny_pair: Any, laws: Laws) -> None:
     """What the benchmarks compare with above temperature 0; see ``stock_sampling_fix``."""
     options = {
@@ -94,7 +105,7 @@ def test_corrected_stock_eagle3_has_the_law(tiny_pair: Any, laws: Laws) -> None:
         assert fit.p_value > REJECTED, (name, fit)
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("rule", "fault"), [("draft", "continuation_from_the_whole_row"), ("root_draw", "redraw_when_absent")]
 )
