@@ -274,7 +274,11 @@ def emitted_like_the_runner(
 def test_logprobs_are_the_plain_samplers(mode: str, greedy: tuple[bool, ...], dtype: torch.dtype) -> None:
     params = [
         SamplingParams(
-            temperature=0.0 if cold else 0.7, logprobs=logprobs, presence_penalty=0.5, top_k=0 if cold else 9
+            temperature=0.0 if cold else 0.7,
+            logprobs=logprobs,
+            presence_penalty=0.5,
+            top_k=0 if cold else 20,
+            top_p=1.0 if cold else 0.8,
         )
         for cold, logprobs in zip(greedy, [3, None, 5], strict=True)
     ]
@@ -312,6 +316,26 @@ def test_logprobs_of_named_tokens(mode: str) -> None:
         assert lists.sampled_token_ranks[entry] == (scores >= scores[token]).sum()
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        {"allowed_token_ids": [1, 2]},
+        {"logit_bias": {3: 9.0}},
+        {"min_tokens": 2, "stop_token_ids": [4]},
+        {"repetition_penalty": 1.5},
+        {"thinking_token_budget": 0},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_raw_logprobs_see_the_models_own_logits(transform: dict[str, Any], temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, logprobs=1, **transform)
+    metadata = make_batch([(params, THINK_START, [])]).sampling_metadata
+    logits = torch.randn(2, V)
+    before = logits.clone()
+    rows = target_rows(logits, torch.zeros(2, dtype=torch.int64), metadata, [[], [1]])
+    assert rows.scored is not None and torch.equal(rows.scored, before)
+
+
 def test_no_logprobs_wanted() -> None:
     metadata = make_batch([(SamplingParams(temperature=0.0), [1], [])]).sampling_metadata
     rows = target_rows(torch.randn(1, V), torch.zeros(1, dtype=torch.int64), metadata)
@@ -347,6 +371,7 @@ def test_state_follows_the_requests() -> None:
         return found
 
     assert greedy_tokens([20, 21, 22, 23]) == [20, THINK_END[0]]
+    assert greedy_tokens([20, 21, 22, 23, THINK_END[0]]) == [20, THINK_END[1]]
     output.extend([20, 21])
     assert greedy_tokens([20, 20]) == [20, THINK_END[0]]
     batch.remove_request("0")
@@ -355,6 +380,26 @@ def test_state_follows_the_requests() -> None:
     assert greedy_tokens([THINK_END[1], 20]) == [THINK_END[1], 20]
     output.extend([THINK_END[1], 20])
     assert greedy_tokens([20]) == [20, 5]
+
+
+def test_committed_output_is_stepped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thinking budget's cost per step does not grow with the output."""
+    output = [20] * 5
+    batch = make_batch([(SamplingParams(temperature=0.0, thinking_token_budget=50), THINK_START, output)])
+    holder = batch.sampling_metadata.thinking_budget_state_holder
+    assert holder is not None
+    lengths: list[int] = []
+    step = holder._update_think_state
+
+    def counted(state: dict[str, Any]) -> None:
+        lengths.append(len(state["output_tok_ids"]))
+        step(state)
+
+    monkeypatch.setattr(holder, "_update_think_state", counted)
+    for new in ([20], []):
+        target_rows(torch.randn(1, V), torch.zeros(1, dtype=torch.int64), batch.sampling_metadata, [[30, 31]])
+        output.extend(new)
+    assert lengths == [0, 1, 2, 3, 4, 5, 6, 7, 6, 7, 8]
 
 
 def test_paths_are_asked_for_when_they_matter() -> None:

@@ -368,7 +368,7 @@ def _penalties(logits: torch.Tensor, metadata: SamplingMetadata, prefixes: _Pref
         paths = prefixes.paths[rows]
         prompt = metadata.prompt_token_ids[r].cpu().numpy()
         output = np.array(metadata.output_token_ids[r], dtype=np.int64)
-        prompt, output = prompt[prompt < logits.shape[1]], output[output >= 0]  # prompts are padded with V
+        prompt = prompt[prompt < logits.shape[1]]  # prompts are padded with V
         path = np.fromiter(chain.from_iterable(paths), dtype=np.int64)
         path_row = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
         token, place = np.unique(np.concatenate((prompt, output, path)), return_inverse=True)
