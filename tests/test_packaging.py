@@ -152,7 +152,9 @@ def checkout(repository: Path, tmp_path: Path) -> Path:
 
 def make(checkout: Path, python: str | Path) -> tuple[int, list[str]]:
     """Run ``make environment`` without any package index; return its status and its own lines on stderr."""
-    environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(checkout)}
+    outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of the make that runs the tests: this one is nobody's child
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(checkout)}
     command = ["make", "--no-print-directory", "environment", f"PYTHON={python}"]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]

@@ -78,7 +78,7 @@ def test_oracle_2_scored_frontier():
     assert coverage(law, [*nodes, *beyond]) == 1 / 2
     assert coverage(law, nodes) == 0
     assert expected_accepted(law) == 1
-    assert frontier(nodes, [(), *nodes, *beyond]) == set(beyond)
+    assert frontier(nodes, [(), *nodes, *beyond, *words("ba")]) == set(beyond)
     # With b in the tree the rounds that were covered accept one more token, and no other round changes.
     larger = exit_prefix_law(uniform, [*nodes, *beyond])
     assert expected_accepted(larger) == 3 / 2

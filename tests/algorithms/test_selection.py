@@ -291,6 +291,14 @@ def test_path_scores_sum_along_the_path_and_never_increase(grow_pool):
     assert (score <= parent).all()
 
 
+def test_oracle_leaves_nonexistent_nodes_out(grow_pool):
+    pool = grow_pool(4, 1, 3, 3)
+    pool.score[0, pool.branch[0] == 0] = NEVER
+    tree = oracle(pool, torch.zeros(pool.tokens.shape), 21)
+    named = pool_paths(pool, 0)
+    assert set(paths(tree, 0)) == {named[n] for n in (pool.branch[0] != 0).nonzero().flatten().tolist()}
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_largest_pool_and_budget(grow_pool, rule):
     pool = grow_pool(1, 2, 16, 17, vocabulary=40)

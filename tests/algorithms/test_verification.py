@@ -201,10 +201,30 @@ def test_draws_invert_the_distribution_function(dtype):
     assert draw_token(mass, uniform).tolist() == [0, 0, 2, 2, 3, 3]
 
 
-def test_float32_rows_are_summed_in_float64():
-    mass = torch.full((1, 2**17), 1.0)
-    mass[0, 0] = 2.0**24  # a float32 sum would not grow any more
-    assert int(draw_token(mass, torch.tensor([LARGEST], dtype=torch.float64))) == 2**17 - 1
+def test_float32_rows_are_drawn_from_in_float64():
+    mass = torch.full((1, 5), 2.0**-30)
+    mass[0, 0] = 1.0  # a float32 sum would not grow any more
+    total = 1 + 2.0**-28
+    for token in range(1, 5):
+        uniform = (1 + (token - 0.5) * 2.0**-30) / total
+        assert int(draw_token(mass, torch.tensor([uniform], dtype=torch.float64))) == token
+
+
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_no_mass_is_never_drawn_from_a_scan_that_is_not_monotone(monkeypatch, zero_first):
+    """A parallel scan may differ by one unit in the last place from entry to entry, also where there is no mass."""
+    exact = torch.Tensor.cumsum
+
+    def parallel(self, *args, **kwargs):
+        cumulative = exact(self, *args, **kwargs)
+        return torch.where(self == 0, cumulative.nextafter(torch.full_like(cumulative, 9.0)), cumulative)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", parallel)
+    mass = torch.tensor([[0.0, 0.5, 0.5] if zero_first else [0.5, 0.5, 0.0]], dtype=torch.float64)
+    for uniform in (0.0, LARGEST):
+        assert mass[0, int(draw_token(mass, torch.tensor([uniform], dtype=torch.float64)))] > 0
+    middle = torch.tensor([[0.5, 0.0, 0.5]], dtype=torch.float64)
+    assert int(draw_token(middle, torch.tensor([0.5], dtype=torch.float64))) == 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 255])

@@ -40,7 +40,7 @@ def test_plain_vllm_with_two_workers_is_the_reference(tiny_pair: Any, plain: lis
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("rule", ["draft", "root", "root_draw"])
+@pytest.mark.parametrize("rule", ["draft", "root_draw"])
 def test_two_workers_write_what_one_writes(tiny_pair: Any, plain: list[list[int]], rule: str) -> None:
     options = {**TWO_WORKERS, "speculative_config": scenarios.target_rows(tiny_pair.drafter, 8, rule)}
     result = _answer(tiny_pair, options, BATCHES, **ONE_CORE_EACH)
