@@ -131,8 +131,9 @@ def groups(names: Sequence[str], most: int) -> list[list[str]]:
     return result + [others[i : i + step] for i in range(0, len(others), step)]
 
 
-def engines_by_memory(engine_bytes: float = 2.0e9, keep: float = 2e9) -> int:
-    """How many engines fit into the memory that is free now."""
+def engines_by_memory(dtype: str, keep: float = 2e9) -> int:
+    """How many engines of the embedded pair, 1 GiB of KV cache each, fit into the memory that is free now."""
+    engine_bytes = 2.7e9 if dtype == "float32" else 2.2e9
     return max(int((psutil.virtual_memory().available - keep) // engine_bytes), 3)
 
 
@@ -147,7 +148,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[report.Row]]:
         if not law.holds:
             configurations = [c for c in configurations if not _is_stock_speculation(c.name)]
     by_name = {c.name: c for c in configurations}
-    plan = groups(list(by_name), options.max_engines or engines_by_memory())
+    plan = groups(list(by_name), options.max_engines or engines_by_memory(options.dtype))
     stock: str | None = None
     units: list[list[tuple[int, list[int]]]] = []
     bar = tqdm(total=0, unit="prompt", smoothing=0.05, mininterval=1.0)
