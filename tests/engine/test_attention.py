@@ -121,8 +121,8 @@ def test_virtual_sequences_equal_masked_attention(
     scratch = np.arange(first_scratch, first_scratch + (3 if scarce else requests * 60))
     plan = plan_tree_step(parents, sizes, computed, scheduled, drafts, table, BLOCK, scratch)
     if not scarce:
-        assert (plan.sizes == sizes).all()
-    assert (plan.sizes <= sizes).all()
+        assert (plan.nodes.sizes == sizes).all()
+    assert (plan.nodes.sizes <= sizes).all()
 
     generator = torch.Generator().manual_seed(int(step["rng"].integers(2**31)))
     total = int(scheduled.sum())
@@ -150,7 +150,7 @@ def test_virtual_sequences_equal_masked_attention(
     begin = np.cumsum(scheduled) - scheduled
     for r in range(requests):
         k, v = context[r]
-        for row in range(before[r] + plan.sizes[r]):
+        for row in range(before[r] + plan.nodes.sizes[r]):
             if row < before[r]:
                 seen = list(range(row + 1))
             else:
@@ -165,7 +165,7 @@ def test_virtual_sequences_equal_masked_attention(
             )
 
     # Commit a random exit of each request: its own blocks then hold the accepted path, and a causal pass agrees.
-    exits = np.array([step["rng"].integers(0, n + 1) for n in plan.sizes])
+    exits = np.array([step["rng"].integers(0, n + 1) for n in plan.nodes.sizes])
     paths = [sorted(ancestors(step["parents"][r], int(e) - 1)) for r, e in enumerate(exits)]
     last = computed + before - 1 + np.array([len(p) for p in paths])
     source, destination = plan.commit_blocks(np.arange(requests), exits, last, table, BLOCK)

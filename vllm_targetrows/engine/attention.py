@@ -16,13 +16,70 @@ token's key and value are written: a node is written into the blocks of every pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+from vllm_targetrows.engine.scratch import BlockCopier
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes that a step verifies, on the host: ``N`` nodes of all trees, ``R`` requests."""
+
+    rows: np.ndarray  # int64 [N] row of every node in the step
+    depth: np.ndarray  # int64 [N] depth below the root, 1 = child of the root
+    request: np.ndarray  # int64 [N]
+    sizes: np.ndarray  # int64 [R] nodes of each request; fewer than proposed where there is no room for all
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The accepted paths that a commit moves, on the host: ``n`` requests, ``D`` levels, ``R`` requests in the step."""
+
+    request: np.ndarray  # int64 [n]
+    exit: np.ndarray  # int64 [n] i + 1 = node i
+    path: np.ndarray  # int64 [n, D] accepted nodes, root side first, -1 behind them
+    length: np.ndarray  # int64 [n], at least 1
+    root_position: np.ndarray  # int64 [n]
+    block_table: np.ndarray  # int32 [R, blocks]
+
+
+class TreeLayout(Protocol):
+    """How an attention back end lays a step with trees out in the KV cache.
+
+    The runner asks for a plan before the target's pass, has the step's metadata changed, and commits after the
+    verifier.
+    """
+
+    def plan(
+        self,
+        parents: np.ndarray,
+        sizes: np.ndarray,
+        computed: np.ndarray,
+        scheduled: np.ndarray,
+        drafts: np.ndarray,
+        block_table: np.ndarray,
+    ) -> Any:
+        """Lay the step out (arguments as of ``plan_tree_step``); the result has ``nodes``, a ``Nodes``."""
+
+    def metadata(
+        self,
+        step: Any,
+        base: CommonAttentionMetadata,
+        per_layer: dict[str, Any],
+        build: Callable[[CommonAttentionMetadata], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """The layers' metadata for the pass, out of vLLM's own ``per_layer``; ``build`` makes others."""
+
+    def commit(self, step: Any, accepted: Accepted) -> None:
+        """Move the accepted paths' keys and values into the requests' own slots, all layers at once."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +96,7 @@ class TreeStep:
     write_slots: np.ndarray  # int64 [W] slot it is written to
     copy_source: np.ndarray  # int64 [C] context blocks, copied to ...
     copy_destination: np.ndarray  # int64 [C] ... scratch blocks before the pass
-    node_rows: np.ndarray  # int64 [N] row of every node in the step
-    node_depth: np.ndarray  # int64 [N] depth below the root, 1 = child of the root
-    node_request: np.ndarray  # int64 [N]
-    sizes: np.ndarray  # int64 [R] nodes of each request that fit the scratch blocks
+    nodes: Nodes  # those that fit the scratch blocks
     path_of_node: np.ndarray  # int64 [R, B + 1] path (row of path_blocks) that holds the root / node, -1 = in place
     path_blocks: np.ndarray  # int64 [P, tail] scratch blocks of a path, -1 = none
     first_block: np.ndarray  # int64 [R] column of the block table that the scratch blocks replace
@@ -108,7 +162,7 @@ def plan_tree_step(
     node_index = ramp(sizes)
     parent = parents[node_request, node_index].astype(np.int64)
     node_parent = np.where(parent >= 0, parent + (np.cumsum(sizes) - sizes)[node_request], -1)
-    depth = _depths(node_parent)
+    depth = depths(node_parent)
     first = np.flatnonzero((node_index == 0) | (parent != node_index - 1))
     length = np.diff(np.append(first, len(node_index)))
     last = first + length - 1
@@ -180,10 +234,7 @@ def plan_tree_step(
         ),
         copy_source=block_table[run_request_moved, column[run_request_moved]][copied].astype(np.int64),
         copy_destination=path_blocks[copied, 0],
-        node_rows=node_row[node_kept],
-        node_depth=depth[node_kept],
-        node_request=node_request[node_kept],
-        sizes=sizes,
+        nodes=Nodes(node_row[node_kept], depth[node_kept], node_request[node_kept], sizes),
         path_of_node=path_of_node,
         path_blocks=path_blocks,
         first_block=column.astype(np.int64),
@@ -196,7 +247,7 @@ def ramp(counts: np.ndarray) -> np.ndarray:
     return np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _depths(node_parent: np.ndarray) -> np.ndarray:
+def depths(node_parent: np.ndarray) -> np.ndarray:
     """Depth of every node, 1 = child of the root; one step per level."""
     depth = np.ones(len(node_parent), dtype=np.int64)
     above = node_parent
@@ -230,12 +281,65 @@ class TreeWrites:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 
 
+class VirtualSequences:
+    """The layout for kernels that know causal attention only; the layers' implementation mixes in ``TreeWrites``.
+
+    Args:
+        kv_caches: all layers' caches, scratch blocks included.
+        scratch: int64 ``[S]`` numbers of the scratch blocks.
+        block_size: tokens in a KV block.
+    """
+
+    def __init__(self, kv_caches: list[torch.Tensor], scratch: np.ndarray, block_size: int) -> None:
+        self._copier = BlockCopier(kv_caches)
+        self._scratch = scratch
+        self._block_size = block_size
+        self._device = kv_caches[0].device
+
+    def plan(
+        self,
+        parents: np.ndarray,
+        sizes: np.ndarray,
+        computed: np.ndarray,
+        scheduled: np.ndarray,
+        drafts: np.ndarray,
+        block_table: np.ndarray,
+    ) -> TreeStep:
+        step = plan_tree_step(parents, sizes, computed, scheduled, drafts, block_table, self._block_size, self._scratch)
+        self._copy(step.copy_source, step.copy_destination)
+        return step
+
+    def metadata(
+        self,
+        step: TreeStep,
+        base: CommonAttentionMetadata,
+        per_layer: dict[str, Any],
+        build: Callable[[CommonAttentionMetadata], dict[str, Any]],
+    ) -> dict[str, Any]:
+        virtual, rows, slots = virtual_metadata(step, base, self._device)
+        per_layer = build(virtual)
+        for metadata in {id(m): m for m in per_layer.values()}.values():
+            metadata.tree_rows, metadata.tree_slots = rows, slots
+        return per_layer
+
+    def commit(self, step: TreeStep, accepted: Accepted) -> None:
+        last_position = accepted.root_position + accepted.length
+        self._copy(
+            *step.commit_blocks(accepted.request, accepted.exit, last_position, accepted.block_table, self._block_size)
+        )
+
+    def _copy(self, source: np.ndarray, destination: np.ndarray) -> None:
+        self._copier.copy(*(torch.from_numpy(blocks).to(self._device) for blocks in (source, destination)))
+
+
 class TreeCPUAttentionImpl(TreeWrites, CPUAttentionBackendImpl):
     """The CPU implementation; its kernel is untouched."""
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
     """The CPU back end with ``TreeCPUAttentionImpl``."""
+
+    tree_layout = VirtualSequences
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_targetrows.engine.attention import TreeStep, plan_tree_step, ramp, virtual_metadata
+from vllm_targetrows.engine.attention import Accepted, TreeLayout, ramp
 from vllm_targetrows.engine.config import TargetRowsConfig
 from vllm_targetrows.engine.drafting import Eagle3Drafter
 from vllm_targetrows.engine.rows import (
@@ -77,7 +77,7 @@ class ProposedTree:
 class Batch:
     """One step's requests and trees.  ``R`` requests, ``B`` nodes at most, ``T`` rows of logits."""
 
-    plan: TreeStep | None  # None: no request has a tree
+    plan: Any  # the tree layout's; None: no request has a tree
     tree: Tree  # [R, B]
     row_of: torch.Tensor  # int64 [R, B + 1] row of logits of the root and of each node
     begin: np.ndarray  # int64 [R] first row of each request in the step
@@ -139,7 +139,7 @@ class TreeRounds(GPUModelRunner):
         super().initialize_kv_cache(append_blocks(kv_cache_config, count), *args, **kwargs)
         self._block_size = self._blocks().block_size
         assert self._block_size == size, "kernel blocks differ from the KV cache manager's blocks"
-        self._scratch = np.arange(blocks, blocks + count, dtype=np.int64)
+        scratch = np.arange(blocks, blocks + count, dtype=np.int64)
         logger.info(
             "Target rows: %d scratch blocks for trees (%.0f MiB), beside %d KV blocks.",
             count,
@@ -148,14 +148,15 @@ class TreeRounds(GPUModelRunner):
         )
         layers = self.compilation_config.static_forward_context
         drafter_layers = self.drafter._draft_attn_layer_names
-        self._copier = BlockCopier([layers[name].kv_cache for name in groups[0].layer_names])
+        kv_caches = [layers[name].kv_cache for name in groups[0].layer_names]
+        self._layout: TreeLayout = self.attn_groups[0][0].backend.tree_layout(kv_caches, scratch, size)
         self._drafter = Eagle3Drafter(
             self.drafter,
             self.vllm_config,
             options.tree_topk,
             options.tree_depth,
             size,
-            self._to_device(self._scratch),
+            self._to_device(scratch),
             BlockCopier([layers[name].kv_cache for name in sorted(drafter_layers)]),
             self.round_statistics,
         )
@@ -210,11 +211,15 @@ class TreeRounds(GPUModelRunner):
         request = np.flatnonzero(verified.length)
         if batch.plan is None or not len(request):
             return
-        last_position = (batch.computed + batch.before - 1 + verified.length)[request]
-        source, destination = batch.plan.commit_blocks(
-            request, verified.exit[request], last_position, self._block_table_np(), self._block_size
+        accepted = Accepted(
+            request=request,
+            exit=verified.exit[request],
+            path=verified.path[request],
+            length=verified.length[request],
+            root_position=(batch.computed + batch.before - 1)[request],
+            block_table=self._block_table_np(),
         )
-        self._copier.copy(*(self._to_device(blocks) for blocks in (source, destination)))
+        self._layout.commit(batch.plan, accepted)
 
     def _grow(self, batch: Batch, verified: Verified, growing: np.ndarray) -> Pool | None:
         """Let the drafter read the committed tokens, then grow the pools of ``growing`` (batch rows)."""
@@ -495,14 +500,14 @@ class TreeRounds(GPUModelRunner):
         plan, depth = None, np.zeros((requests, widest), dtype=np.int64)
         if sizes.any():
             table = self._block_table_np()[:requests]
-            plan = plan_tree_step(parents, sizes, computed, scheduled, drafts, table, self._block_size, self._scratch)
-            sizes = plan.sizes
+            plan = self._layout.plan(parents, sizes, computed, scheduled, drafts, table)
+            nodes = plan.nodes
+            sizes = nodes.sizes
             beyond = np.arange(widest)[None, :] >= sizes[:, None]
             parents[beyond], tokens_np[beyond] = -1, -1
-            depth[~beyond] = plan.node_depth
-            root_position = (computed + before - 1)[plan.node_request]
-            self.positions[to_device(plan.node_rows)] = to_device(root_position + plan.node_depth)
-            self._copier.copy(to_device(plan.copy_source), to_device(plan.copy_destination))
+            depth[~beyond] = nodes.depth
+            root_position = (computed + before - 1)[nodes.request]
+            self.positions[to_device(nodes.rows)] = to_device(root_position + nodes.depth)
         if (drafts > sizes).any():  # placeholders of the scheduler are negative
             self.input_ids.gpu[:total].clamp_(min=0)
         rows_before = np.cumsum(drafts + 1) - (drafts + 1)
@@ -525,10 +530,7 @@ class TreeRounds(GPUModelRunner):
         metadata, base = super()._build_attention_metadata(*args, **kwargs)
         if self._batch is not None and self._batch.plan is not None:
             with self.round_statistics.phase("verify"):
-                virtual, rows, slots = virtual_metadata(self._batch.plan, base, self.device)
-                metadata = self._metadata_of_layers(virtual)
-                for layer_metadata in {id(m): m for m in metadata.values()}.values():
-                    layer_metadata.tree_rows, layer_metadata.tree_slots = rows, slots
+                metadata = self._layout.metadata(self._batch.plan, base, metadata, self._metadata_of_layers)
         return metadata, base
 
     def _metadata_of_layers(self, common: CommonAttentionMetadata) -> dict[str, Any]:
