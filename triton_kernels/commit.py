@@ -8,7 +8,7 @@ one head of one layer's keys or values and reads them at all of a request's sour
 lists of one request may overlap in any way.  (The engine's moves go down: in preorder a node of depth ``d`` is at least
 node ``d - 1``, so ``destination[i] <= source[i]`` with both ascending.)  Different requests own different slots.
 
-``R`` requests, ``D`` levels, ``L`` layers.  Caches are views ``[blocks, block_size, heads, head size]`` with any strides
+``R`` requests, ``D`` levels, ``L`` layers.  Caches are views ``[blocks, block_size, heads, head size]`` of any strides
 but a unit last one, which covers the NHD and HND layouts of vLLM's FlashAttention and Triton back ends, keys and
 values packed together or apart.
 """

@@ -88,20 +88,20 @@ def _partner(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _order_keys(cube, DIMS: tl.constexpr, BIT: tl.constexpr, STAGE: tl.constexpr, LAST: tl.constexpr):
-    """Order keys whose positions differ in ``BIT``: descending; ascending where bit ``STAGE`` is set, if not ``LAST``."""
+def _order_keys(cube, DIMS: tl.constexpr, BIT: tl.constexpr, STAGE: tl.constexpr):
+    """Order keys whose positions differ in ``BIT``: descending, or ascending where bit ``STAGE`` is set."""
     other = _partner(cube, DIMS - 1 - BIT)
     swap = (other > cube) ^ _bit(DIMS, BIT)
-    if not LAST:
+    if STAGE < DIMS:
         swap = swap ^ _bit(DIMS, STAGE)
     return tl.where(swap, other, cube)
 
 
 @triton.jit
-def _merge_keys(cube, DIMS: tl.constexpr, STAGE: tl.constexpr, LAST: tl.constexpr):
-    """Sort bitonic runs of ``2 ** STAGE`` keys: descending, every second run ascending unless ``LAST``."""
+def _merge_keys(cube, DIMS: tl.constexpr, STAGE: tl.constexpr):
+    """Sort bitonic runs of ``2 ** STAGE`` keys: descending, every second run ascending."""
     for step in tl.static_range(STAGE):
-        cube = _order_keys(cube, DIMS, STAGE - 1 - step, STAGE, LAST)
+        cube = _order_keys(cube, DIMS, STAGE - 1 - step, STAGE)
     return cube
 
 
@@ -109,7 +109,7 @@ def _merge_keys(cube, DIMS: tl.constexpr, STAGE: tl.constexpr, LAST: tl.constexp
 def _halve_keys(cube, DIMS: tl.constexpr, LOG_K: tl.constexpr):
     """A descending run of ``2 ** LOG_K`` keys against its ascending neighbour: the larger of each pair, sorted."""
     cube = tl.max(cube, axis=DIMS - 1 - LOG_K)
-    return _merge_keys(cube, DIMS - 1, LOG_K, DIMS - 1 == LOG_K)
+    return _merge_keys(cube, DIMS - 1, LOG_K)
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def _top_keys(key, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
     """The ``2 ** LOG_K`` largest of ``2 ** LOG_N`` keys, descending; ``1 <= LOG_K <= LOG_N``."""
     cube = tl.reshape(key, [2] * LOG_N)
     for stage in tl.static_range(1, LOG_K + 1):
-        cube = _merge_keys(cube, LOG_N, stage, stage == LOG_N)
+        cube = _merge_keys(cube, LOG_N, stage)
     for halving in tl.static_range(LOG_N - LOG_K):
         cube = _halve_keys(cube, LOG_N - halving, LOG_K)
     return tl.reshape(cube, [2**LOG_K])
@@ -135,14 +135,29 @@ def _order_pairs(cube, where, DIMS: tl.constexpr, BIT: tl.constexpr, STAGE: tl.c
 
 
 @triton.jit
-def _sort_pairs(key, index, LOG_N: tl.constexpr):
-    """Sort ``2 ** LOG_N`` int64 keys, descending, together with distinct int32 indices; ties to the smaller index."""
+def _merge_pairs(cube, where, DIMS: tl.constexpr, STAGE: tl.constexpr):
+    for step in tl.static_range(STAGE):
+        cube, where = _order_pairs(cube, where, DIMS, STAGE - 1 - step, STAGE)
+    return cube, where
+
+
+@triton.jit
+def _halve_pairs(cube, where, DIMS: tl.constexpr, LOG_K: tl.constexpr):
+    best = tl.max(cube, axis=DIMS - 1 - LOG_K, keep_dims=True)
+    where = tl.min(tl.where(cube == best, where, 0x7FFFFFFF), axis=DIMS - 1 - LOG_K)
+    return _merge_pairs(tl.max(cube, axis=DIMS - 1 - LOG_K), where, DIMS - 1, LOG_K)
+
+
+@triton.jit
+def _top_pairs(key, index, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
+    """``_top_keys`` of int64 keys together with distinct int32 indices; ties to the smaller index."""
     cube = tl.reshape(key, [2] * LOG_N)
     where = tl.reshape(index, [2] * LOG_N)
-    for stage in tl.static_range(1, LOG_N + 1):
-        for step in tl.static_range(stage):
-            cube, where = _order_pairs(cube, where, LOG_N, stage - 1 - step, stage)
-    return tl.reshape(cube, [2**LOG_N]), tl.reshape(where, [2**LOG_N])
+    for stage in tl.static_range(1, LOG_K + 1):
+        cube, where = _merge_pairs(cube, where, LOG_N, stage)
+    for halving in tl.static_range(LOG_N - LOG_K):
+        cube, where = _halve_pairs(cube, where, LOG_N - halving, LOG_K)
+    return tl.reshape(cube, [2**LOG_K]), tl.reshape(where, [2**LOG_K])
 
 
 def _power_of_two(n: int, least: int) -> int:
@@ -160,8 +175,9 @@ def _log2(n: int) -> int:
 def _store_children(key, best, total, row, log_q, token, d2t, k, K: tl.constexpr, MAPPED: tl.constexpr):
     slot = tl.arange(0, K)
     value, index = _unpack(key)
-    normaliser = best + tl.log(total)
-    tl.store(log_q + row * k + slot, tl.where(value == float("-inf"), value, value - normaliser), mask=slot < k)
+    # In this order large logits lose nothing: the first difference is exact where it matters.
+    scaled = (value - best) - tl.log(total)
+    tl.store(log_q + row * k + slot, tl.where(value == float("-inf"), value, scaled), mask=slot < k)
     chosen = index.to(tl.int64)
     if MAPPED:
         chosen = tl.load(d2t + index, mask=slot < k, other=0).to(tl.int64)
@@ -287,7 +303,7 @@ def topk_log_softmax(
         token_dtype: int64 or int32.
 
     Returns:
-        log_q: float32 ``[n, k]``.
+        log_q: float32 ``[n, k]``; ``-inf`` for a logit of ``-inf``, in a row of nothing else too.
         token: ``[n, k]`` ids in the target's vocabulary.
 
     Raises:
@@ -592,6 +608,7 @@ def _select_kernel(
     LOG_N: tl.constexpr,
     WIDTH: tl.constexpr,
     B: tl.constexpr,
+    LOG_B: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Program (request).  Everything between the loads of the pool and the stores of the tree stays in registers."""
@@ -632,10 +649,9 @@ def _select_kernel(
         value = tl.where(under.to(tl.int32) >= rerooted, value, float("-inf"))
 
     # The best nodes, best first.
-    key, order = _sort_pairs(_order64(value), node, LOG_N)
+    key, node = _top_pairs(_order64(value), node, LOG_N, LOG_B)
     rank = tl.arange(0, B)
-    node = tl.gather(order, rank, 0)
-    real = (tl.gather(key, rank, 0) > _NEVER_KEY) & (rank < columns)
+    real = (key > _NEVER_KEY) & (rank < columns)
     if RULE == 2:
         real = real & (rank < budget - rerooted)  # the drawn token takes one node of the budget
     if RULE == 3:
@@ -795,6 +811,7 @@ def select_launches(
         "LOG_N": _log2(size),
         "WIDTH": _power_of_two(width, 2),
         "B": tree,
+        "LOG_B": _log2(tree),
         "CHUNK": min(tree, max(16, 8192 // tree)),
     }
     return [Launch(_select_kernel, (requests,), arguments, num_warps=4 if size <= 512 else 8)]

@@ -77,6 +77,16 @@ def _product(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def _pages(table, start, last, n, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Page numbers of the positions ``start + n`` below ``last``; one number where one page holds them all."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table + start // PAGE, mask=start < last, other=0).to(tl.int64)
+    else:
+        position = start + n
+        return tl.load(table + position // PAGE, mask=position < last, other=0).to(tl.int64)
+
+
+@triton.jit
 def _attend(
     q,
     top,
@@ -119,21 +129,14 @@ def _attend(
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, HEAD_PAD)
+    # The pages of a step are loaded one step earlier, so that loading keys and values waits for no other load.
+    pages = _pages(table, first, last, n, BLOCK_N, PAGE)
     for start in range(first, last, BLOCK_N):
         position = start + n
-        if PAGE % BLOCK_N == 0:  # one page holds the tile
-            page = tl.load(table + start // PAGE).to(tl.int64)
-            inside = start % PAGE + n
-            key_rows = page * key_block + inside.to(tl.int64) * key_position
-            value_rows = page * value_block + inside.to(tl.int64) * value_position
-        else:
-            if MASKED:
-                pages = tl.load(table + position // PAGE, mask=position < last, other=0).to(tl.int64)
-            else:
-                pages = tl.load(table + position // PAGE).to(tl.int64)
-            inside = position % PAGE
-            key_rows = pages * key_block + inside.to(tl.int64) * key_position
-            value_rows = pages * value_block + inside.to(tl.int64) * value_position
+        inside = (start % PAGE + n if PAGE % BLOCK_N == 0 else position % PAGE).to(tl.int64)
+        key_rows = pages * key_block + inside * key_position
+        value_rows = pages * value_block + inside * value_position
+        pages = _pages(table, start + BLOCK_N, last, n, BLOCK_N, PAGE)
         keys = key_base + key_rows[None, :] + d[:, None]
         values = value_base + value_rows[:, None] + d[None, :]
         if MASKED:
@@ -400,23 +403,61 @@ class Tile(NamedTuple):
 def tile_for(head: int, dtype: torch.dtype, packed_rows: int, chip: str) -> Tile:
     """The sizes for ``packed_rows`` = query rows of a request x heads of the group.
 
+    Chosen so that nothing spills and, for small tiles on a large chip, two programs fit a multiprocessor with enough
+    loads under way to keep the memory busy.
+
     Args:
         head: head size.
         dtype: of the query.
         packed_rows: rows that one tile would need.
-        chip: ``"cuda"`` or ``"hip"``.
+        chip: CUDA capability such as ``"90"``, or an AMD architecture such as ``"gfx942"``.
     """
-    padded = triton.next_power_of_2(head)
+    padded = max(triton.next_power_of_2(head), 64)
+    wanted = max(triton.next_power_of_2(packed_rows), 16)
     if dtype == torch.float32:  # no matrix unit computes in float32: small tiles
-        rows = min(max(triton.next_power_of_2(packed_rows), 16), 32 if padded <= 128 else 16)
-        return Tile(rows, 32 if padded <= 64 else 16, 4, 1)
-    rows = min(max(triton.next_power_of_2(packed_rows), 16), 128)
-    warps = 8 if rows == 128 else 4
-    if chip == "hip":
-        return Tile(rows, 32 if padded > 128 else 64, warps, 1)
-    if padded > 128:
-        return Tile(rows, 32, warps, 2)
-    return Tile(rows, 64, warps, 2 if rows == 128 else 3)
+        return Tile(min(wanted, 32 if padded <= 128 else 16), 32 if padded == 64 else 16, 4, 1)
+    large = chip in ("90", "100", "103")  # 227 KiB of shared memory; the other NVIDIA chips have 99 KiB at least
+    most = 64 if padded == 256 and not large else 128
+    rows = min(wanted, most)
+    size = "small" if rows <= 32 else "middle" if rows == 64 else "full"
+    positions, warps, stages = _TILES["hip" if chip.startswith("gfx") else "large" if large else "cuda"][padded, size]
+    return Tile(rows, positions, warps, stages)
+
+
+# (padded head size, size of the tile) -> positions per step, warps, stages.
+_TILES: dict[str, dict[tuple[int, str], tuple[int, int, int]]] = {
+    "large": {
+        (64, "small"): (64, 4, 4),
+        (64, "middle"): (64, 4, 4),
+        (64, "full"): (64, 8, 3),
+        (128, "small"): (64, 4, 4),
+        (128, "middle"): (64, 4, 2),
+        (128, "full"): (64, 8, 3),
+        (256, "small"): (32, 4, 3),
+        (256, "middle"): (32, 8, 3),
+        (256, "full"): (32, 8, 2),
+    },
+    "cuda": {
+        (64, "small"): (64, 4, 3),
+        (64, "middle"): (64, 4, 3),
+        (64, "full"): (64, 8, 3),
+        (128, "small"): (32, 4, 3),
+        (128, "middle"): (32, 4, 3),
+        (128, "full"): (32, 8, 3),
+        (256, "small"): (32, 4, 2),
+        (256, "middle"): (32, 8, 2),
+    },
+    "hip": {
+        (64, "small"): (64, 4, 1),
+        (64, "middle"): (64, 4, 1),
+        (64, "full"): (64, 8, 1),
+        (128, "small"): (32, 4, 1),
+        (128, "middle"): (32, 4, 1),
+        (128, "full"): (32, 8, 1),
+        (256, "small"): (32, 4, 1),
+        (256, "middle"): (32, 8, 1),
+    },
+}
 
 
 def default_splits(programs: int, positions: int, processors: int) -> int:
@@ -601,7 +642,7 @@ def tree_attention(
         return out
     group = heads // kv_heads
     usual_rows = request_rows or triton.cdiv(tokens, requests)
-    tile = tile_for(head, query.dtype, usual_rows * group, "hip" if torch.version.hip else "cuda")
+    tile = tile_for(head, query.dtype, usual_rows * group, _chip(query.device))
     if tile.rows < group:
         raise ValueError(f"{group} query heads per KV head: at most {tile.rows} are supported")
     longest = max_seq_len or block_table.shape[1] * page
@@ -615,7 +656,7 @@ def tree_attention(
     for launch in launches(
         query, key_cache, value_cache, block_table, seq_lens, query_start, before, bits, depth, scale=scale,
         sliding_window=sliding_window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out,
-        partial=partial, lse=lse, tile=tile, native_fp8=_native_fp8(query.device),
+        partial=partial, lse=lse, tile=tile, native_fp8=query.is_cuda and converts_e4m3(_chip(query.device)),
     ):  # fmt: skip
         launch.run()
     return out
@@ -625,9 +666,19 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _native_fp8(device: torch.device) -> bool:
-    """Whether the GPU converts e4m3fn itself (NVIDIA from 8.9 on)."""
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
+def _chip(device: torch.device) -> str:
+    """``"90"``, ``"gfx942"``, ...; off the GPU the name of a common one, since nothing depends on it but the tiles."""
+    if device.type != "cuda":
+        return "80"
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}{minor}"
+
+
+def converts_e4m3(chip: str) -> bool:
+    """Whether the chip converts float8_e4m3fn by itself; its bits are decoded otherwise."""
+    return not chip.startswith("gfx") and int(chip) >= 89
 
 
 def _check(

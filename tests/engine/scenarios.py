@@ -127,6 +127,20 @@ def answer(model: Path, options: dict[str, Any], batches: Sequence[Batch]) -> di
     }
 
 
+def answer_with_kernels(model: Path, options: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:
+    """``answer`` with the GPU's wiring of steps with trees, its kernels interpreted on the CPU.
+
+    Returns:
+        What ``answer`` returns, and ``layers``: how many layers' passes had trees and how many had none.
+    """
+    import kernel_backend
+
+    from vllm_targetrows.engine import compat
+
+    compat.ATTENTION_BACKENDS["cpu"]["CPU_ATTN"] = "kernel_backend.KernelBackend"
+    return {**answer(model, options, batches), "layers": dict(kernel_backend.LAUNCHES)}
+
+
 def stream_and_abort(
     model: Path, options: dict[str, Any], prompts: Sequence[Tokens], settings: dict[str, Any], steps: int
 ) -> dict[str, Any]:
@@ -184,14 +198,14 @@ def plant(fault: str) -> None:
     """Break the verifier of this process in a way that the law test has to see."""
     import torch
 
-    from vllm_targetrows.engine import runner
+    from vllm_targetrows.engine import runner, steps
 
     if fault == "continuation_from_the_whole_row":
 
         def whole_row(probs: Any, tree: Any, exit_node: Any, row_of: Any) -> Any:
             return probs[row_of.gather(1, exit_node[:, None])[:, 0]]
 
-        _replace(runner, "residual_row", whole_row)
+        _replace(steps, "residual_row", whole_row)
     elif fault == "redraw_when_absent":
         select = runner.TreeRounds._select
 
@@ -204,11 +218,11 @@ def plant(fault: str) -> None:
             first = pool.tokens[place, : pool.width]
             draw_once = self._draw
 
-            def draw_until_present(rows: Any, index: Any, mass: Any, uniform: Any) -> Any:
-                token = draw_once(rows, index, mass, uniform)
+            def draw_until_present(rows: Any, uniform: Any) -> Any:
+                token = draw_once(rows, uniform)
                 for _ in range(20):
                     absent = ~(first == token[:, None]).any(1)
-                    token = torch.where(absent, draw_once(rows, index, mass, torch.rand_like(uniform)), token)
+                    token = torch.where(absent, draw_once(rows, torch.rand_like(uniform)), token)
                 return token
 
             self._draw = draw_until_present

@@ -440,7 +440,7 @@ COMPILE = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
 from vllm_targetrows.triton_kernels.launch import compile_for
-from vllm_targetrows.triton_kernels.tree_attention import launches, tile_for
+from vllm_targetrows.triton_kernels.tree_attention import converts_e4m3, launches, tile_for
 
 def meta(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -455,7 +455,7 @@ def build(chip, head, dtype, cache, group, rows, page, nodes, **options):
         query, key, value, meta(requests, 4096), meta(requests), meta(requests + 1), meta(requests),
         meta(requests, nodes + 1, (nodes + 64) // 64, dtype=torch.int64), meta(requests, nodes), **given, k_scale=scale,
         v_scale=scale, out=query, partial=meta(splits, *query.shape, dtype=torch.float32),
-        lse=meta(splits, *query.shape[:2], dtype=torch.float32), native_fp8=chip in ("90", "100"),
+        lse=meta(splits, *query.shape[:2], dtype=torch.float32), native_fp8=converts_e4m3(chip),
         tile=tile_for(head, dtype, rows * group, chip),
     )
 

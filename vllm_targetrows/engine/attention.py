@@ -27,6 +27,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from vllm_targetrows.engine.scratch import BlockCopier
+from vllm_targetrows.engine.steps import Steps, TorchSteps
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ class Accepted:
 
 
 class TreeLayout(Protocol):
-    """How an attention back end lays a step with trees out in the KV cache.
+    """How an attention back end lays a step with trees out in the KV cache, and who computes the round's other steps.
 
     The runner asks for a plan before the target's pass, has the step's metadata changed, and commits after the
     verifier.
     """
+
+    steps: Steps
 
     def plan(
         self,
@@ -291,6 +294,7 @@ class VirtualSequences:
     """
 
     def __init__(self, kv_caches: list[torch.Tensor], scratch: np.ndarray, block_size: int) -> None:
+        self.steps: Steps = TorchSteps()
         self._copier = BlockCopier(kv_caches)
         self._scratch = scratch
         self._block_size = block_size

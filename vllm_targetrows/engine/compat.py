@@ -14,7 +14,9 @@ Each wrapper hands every other configuration to vLLM's own function unchanged.
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,21 @@ SUPPORTED_VERSIONS = ("0.32", "0.33")
 and ``create_engine_config`` was run; no engine of it, and no CUDA engine of either."""
 
 WORKERS = {"cpu": "vllm_targetrows.engine.worker.TargetRowsWorker"}
-"""Our worker on each device.  Other devices are refused until their attention back ends have been run with trees."""
+"""Our worker on each device that was tested."""
+
+UNTESTED_WORKERS = {"cuda": "vllm_targetrows.engine.gpu.TargetRowsGPUWorker"}
+"""Workers that were never run on their device; refused unless ``TARGETROWS_UNTESTED_DEVICES=1`` is set."""
+
+UNTESTED_SWITCH = "TARGETROWS_UNTESTED_DEVICES"
+
+ATTENTION_BACKENDS = {
+    "cpu": {"CPU_ATTN": "vllm_targetrows.engine.attention.TreeCPUAttentionBackend"},
+    "cuda": {
+        "FLASH_ATTN": "vllm_targetrows.engine.gpu.TreeFlashAttentionBackend",
+        "TRITON_ATTN": "vllm_targetrows.engine.gpu.TreeTritonAttentionBackend",
+    },
+}
+"""What stands in for each of the platform's attention back ends in a worker that decodes with trees."""
 
 CPU_BLOCK_SIZE = 32
 """KV block size on the CPU when the user leaves it open (vLLM's own default there is 128): a path of a tree gets a
@@ -84,12 +100,25 @@ def install() -> None:
 
 
 def register_attention_backends() -> None:
-    """Put our attention implementation in the place of the platform's, in a worker that decodes with trees."""
+    """Put our attention back ends in the place of the platform's, in a worker that decodes with trees."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if current_platform.is_cpu():
-        register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_targetrows.engine.attention.TreeCPUAttentionBackend")
+    for name, backend in ATTENTION_BACKENDS.get(current_platform.device_type, {}).items():
+        register_backend(AttentionBackendEnum[name], backend)
+
+
+def tree_layout(backend: type) -> Any:
+    """How ``backend`` lays trees out.
+
+    Raises:
+        ValueError: a back end without trees, with those that have them.
+    """
+    layout = getattr(backend, "tree_layout", None)
+    if layout is None:
+        names = sorted({name for backends in ATTENTION_BACKENDS.values() for name in backends})
+        raise _unsupported(f"attention backend {backend.get_name()!r}", ", ".join(names))  # type: ignore[attr-defined]
+    return layout
 
 
 def uses_targetrows(vllm_config: Any) -> bool:
@@ -144,6 +173,7 @@ def _create_engine_config(stock: Callable[..., Any], args: Any, *positional: Any
         "async_scheduling": _synchronous(args),
         "additional_config": {**_additional(args), METHOD: config.model_dump()},
         "block_size": _block_size(args),
+        "compilation_config": _compilation(args),
     }
     _check_drafter_architecture(stock_options["model"], args, stock_options.get("revision"))
     saved = {name: getattr(args, name) for name in changes}
@@ -182,9 +212,12 @@ def _worker(args: Any) -> str:
 
     if args.worker_cls != "auto":
         raise _unsupported(f"worker_cls={args.worker_cls!r}", "'auto' (the method brings its own worker)")
-    if current_platform.device_type not in WORKERS:
-        raise _unsupported(f"device {current_platform.device_type!r}", " and ".join(map(repr, WORKERS)))
-    return WORKERS[current_platform.device_type]
+    device = current_platform.device_type
+    workers = WORKERS | (UNTESTED_WORKERS if os.environ.get(UNTESTED_SWITCH) == "1" else {})
+    if device not in workers:
+        hint = f" ({UNTESTED_SWITCH}=1 lifts this for {device!r})" if device in UNTESTED_WORKERS else ""
+        raise _unsupported(f"device {device!r}", " and ".join(map(repr, WORKERS)) + hint)
+    return workers[device]
 
 
 def _synchronous(args: Any) -> bool:
@@ -201,9 +234,25 @@ def _additional(args: Any) -> dict[str, Any]:
 
 
 def _block_size(args: Any) -> int | None:
+    return CPU_BLOCK_SIZE if args.block_size is None and _on_cpu() else args.block_size
+
+
+def _compilation(args: Any) -> Any:
+    """Piecewise CUDA graphs where the user leaves the mode open: steps with trees call another attention kernel."""
+    from vllm.config import CUDAGraphMode
+
+    config = args.compilation_config
+    if _on_cpu() or config.cudagraph_mode is not None:
+        return config
+    config = copy.deepcopy(config)
+    config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    return config
+
+
+def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
-    return CPU_BLOCK_SIZE if args.block_size is None and current_platform.is_cpu() else args.block_size
+    return bool(current_platform.is_cpu())
 
 
 def _check_drafter_architecture(model: str, args: Any, revision: str | None) -> None:
@@ -269,6 +318,17 @@ def _feature_limits(vllm_config: Any) -> Iterator[tuple[bool, str, str]]:
         bool(envs.VLLM_USE_V2_MODEL_RUNNER),
         "Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)",
         "VLLM_USE_V2_MODEL_RUNNER unset or 0",
+    )
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    yield (
+        not _on_cpu() and graphs is not None and graphs.has_full_cudagraphs(),
+        f"full CUDA graphs (cudagraph_mode={getattr(graphs, 'name', graphs)})",
+        "compilation_config={'cudagraph_mode': 'PIECEWISE'} or enforce_eager=True",
+    )
+    yield (
+        not _on_cpu() and cache.cache_dtype not in ("auto", "bfloat16", "float16"),
+        f"kv_cache_dtype={cache.cache_dtype!r} on this device",
+        "'auto', 'bfloat16', 'float16'",
     )
     yield getattr(vllm_config, "watermark_config", None) is not None, "watermarking (watermark_config)", "none"
     hisparse = getattr(vllm_config.attention_config, "hisparse_config", None)

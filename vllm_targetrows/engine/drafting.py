@@ -20,6 +20,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_targetrows.engine.scratch import BlockCopier, tail_blocks
 from vllm_targetrows.engine.statistics import RoundStatistics
+from vllm_targetrows.engine.steps import Frontier, Level, Steps
 from vllm_targetrows.trees import Pool
 
 
@@ -35,6 +36,7 @@ class Eagle3Drafter:
         scratch: int64 ``[S]`` numbers of the scratch blocks.
         copier: copies blocks of the drafter's layers.
         statistics: where the time of the drafter's passes is counted.
+        steps: the tensor steps of a round.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Eagle3Drafter:
         scratch: torch.Tensor,
         copier: BlockCopier,
         statistics: RoundStatistics,
+        steps: Steps,
     ) -> None:
+        self.steps = steps
         self.proposer = proposer
         self.vllm_config = vllm_config
         self.topk = topk
@@ -148,48 +152,33 @@ class Eagle3Drafter:
         return Pool(**{f: torch.cat([getattr(p, f) for p in parts]) for f in fields}, width=self.topk)
 
     def _grow(self, head_state: torch.Tensor, state: torch.Tensor, position: torch.Tensor, table: torch.Tensor) -> Pool:
-        requests, k, device = len(position), self.topk, self.device
-        log_q, child = self._children(head_state)  # [R, k]
-        score = log_q
-        tokens = self.target_token[child]
-        none = torch.full_like(tokens, -1)
-        levels = [(tokens, none, score, torch.arange(k, device=device).expand(requests, k))]
-        # The frontier: k nodes per request, each with its token, score, state, pool index and first-level ancestor.
-        frontier_token, frontier_score = tokens, score
-        frontier_node = frontier_branch = levels[0][3]
-        frontier_state = state[:, None].expand(-1, k, -1)
+        requests, k = len(position), self.topk
+        log_q, token = self._children(head_state)  # [R, k]
+        index = torch.arange(k, device=self.device).expand(requests, k)
+        levels = [Level(token, torch.full_like(token, -1), torch.ones_like(token), log_q, index)]
+        frontier, frontier_state = Frontier(token, log_q, index, index, index), state[:, None].expand(-1, k, -1)
         if self.depth > 1:
             paths = _Paths(self, position, table)
-        base = k
-        for level in range(2, self.depth + 1):
-            head_state, new_state = paths.forward(frontier_token, frontier_state, level - 2)
-            log_q, child = self._children(head_state)  # [R * k, k]
-            score = (frontier_score.reshape(-1, 1) + log_q).view(requests, k * k)
-            tokens = self.target_token[child].view(requests, k * k)
-            parents = frontier_node.repeat_interleave(k, dim=1)
-            branch = frontier_branch.repeat_interleave(k, dim=1)
-            levels.append((tokens, parents, score, branch))
-            if level == self.depth:
+        for depth in range(2, self.depth + 1):
+            head_state, new_state = paths.forward(frontier.token, frontier_state, depth - 2)
+            log_q, token = (part.view(requests, k, k) for part in self._children(head_state))
+            level, frontier = self.steps.expand(log_q, token, frontier, k + (depth - 2) * k * k, depth)
+            levels.append(level)
+            if depth == self.depth:
                 break
-            frontier_score, best = score.topk(k, dim=1)
-            frontier_token, frontier_branch = tokens.gather(1, best), branch.gather(1, best)
-            frontier_node = base + best
-            base += k * k
-            parent = best // k
+            # Paths and states follow the chosen nodes.
+            paths.follow(frontier.parent, depth - 1)
             frontier_state = new_state.view(requests, k, -1).gather(
-                1, parent[:, :, None].expand(-1, -1, new_state.shape[-1])
+                1, frontier.parent[:, :, None].expand(-1, -1, new_state.shape[-1])
             )
-            paths.follow(parent, level - 1)
-        depths = [torch.full((requests, part[0].shape[1]), d, device=device) for d, part in enumerate(levels, start=1)]
-        tokens, parents, score, branch = (torch.cat([part[i] for part in levels], dim=1) for i in range(4))
-        return Pool(tokens=tokens, parents=parents, depth=torch.cat(depths, dim=1), score=score, branch=branch, width=k)
+        tokens, parents, depths, score, branch = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        return Pool(tokens=tokens, parents=parents, depth=depths, score=score, branch=branch, width=k)
 
     def _children(self, head_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Top-k of ``log q`` in draft-vocabulary space: ``([n, k], [n, k])``."""
+        """The likeliest children by the drafter's rows: ``log q`` and target tokens, ``([n, k], [n, k])``."""
         with self.statistics.forward("draft"):
-            logits = self.model.logits_processor(self.model.lm_head, head_state).float()
-        best, child = logits.topk(self.topk, dim=-1)
-        return best - logits.logsumexp(dim=-1, keepdim=True), child
+            logits = self.model.logits_processor(self.model.lm_head, head_state)
+        return self.steps.children(logits, self.topk, self.target_token)
 
     def _slots(self, block: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         return block.to(torch.int64) * self.block_size + position % self.block_size

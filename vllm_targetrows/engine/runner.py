@@ -25,6 +25,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_targetrows.engine.attention import Accepted, TreeLayout, ramp
+from vllm_targetrows.engine.compat import tree_layout
 from vllm_targetrows.engine.config import TargetRowsConfig
 from vllm_targetrows.engine.drafting import Eagle3Drafter
 from vllm_targetrows.engine.rows import (
@@ -37,17 +38,9 @@ from vllm_targetrows.engine.rows import (
 )
 from vllm_targetrows.engine.scratch import BlockCopier, append_blocks, bytes_per_block, tail_blocks
 from vllm_targetrows.engine.statistics import RoundStatistics
-from vllm_targetrows.selection import select
+from vllm_targetrows.engine.steps import Steps
 from vllm_targetrows.trees import Pool, Tree
-from vllm_targetrows.verification import (
-    accepted_path,
-    draw_exit,
-    draw_token,
-    edge_masses,
-    edge_masses_greedy,
-    exit_law,
-    residual_row,
-)
+from vllm_targetrows.verification import draw_token
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -149,7 +142,8 @@ class TreeRounds(GPUModelRunner):
         layers = self.compilation_config.static_forward_context
         drafter_layers = self.drafter._draft_attn_layer_names
         kv_caches = [layers[name].kv_cache for name in groups[0].layer_names]
-        self._layout: TreeLayout = self.attn_groups[0][0].backend.tree_layout(kv_caches, scratch, size)
+        self._layout: TreeLayout = tree_layout(self.attn_groups[0][0].backend)(kv_caches, scratch, size)
+        self._steps: Steps = self._layout.steps
         self._drafter = Eagle3Drafter(
             self.drafter,
             self.vllm_config,
@@ -159,6 +153,7 @@ class TreeRounds(GPUModelRunner):
             self._to_device(scratch),
             BlockCopier([layers[name].kv_cache for name in sorted(drafter_layers)]),
             self.round_statistics,
+            self._steps,
         )
 
     # ------------------------------------------------------------------ the round
@@ -188,23 +183,13 @@ class TreeRounds(GPUModelRunner):
 
     def _verify(self, rows: TargetRows, batch: Batch, chance: torch.Tensor | None) -> Verified:
         """Draw every request's exit and continuation by the exit law."""
-        tree, row_of = batch.tree, batch.row_of
-        child_p, residual = self._masses(rows, tree, row_of)
-        half = torch.full((len(row_of),), 0.5, dtype=torch.float64, device=row_of.device)
-        exit_node = draw_exit(exit_law(child_p, residual, tree), half if chance is None else chance[:, 0])
-        path, length = accepted_path(tree, exit_node)
-        exit_row = row_of.gather(1, exit_node[:, None])[:, 0]
-        continuation = self._draw(
-            rows,
-            exit_row,
-            lambda probs: residual_row(probs, tree, exit_node, row_of),
-            None if chance is None else chance[:, 1],
-        )
-        path = path if path.shape[1] else path.new_full((len(path), 1), -1)
+        levels = min(self.options.tree_depth, self.options.num_speculative_tokens)
+        drawn = self._steps.exits(rows, batch.tree, batch.row_of, None if chance is None else chance[:, :2], levels)
+        path = drawn.path if drawn.path.shape[1] else drawn.path.new_full((len(drawn.path), 1), -1)
         tokens = torch.full((len(path), path.shape[1] + 2), -1, dtype=torch.int64, device=path.device)
-        tokens[:, :-2] = tree.tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
-        tokens.scatter_(1, length[:, None], continuation[:, None])
-        return Verified(exit_node.cpu().numpy(), path.cpu().numpy(), length.cpu().numpy(), tokens.cpu().numpy())
+        tokens[:, :-2] = batch.tree.tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
+        tokens.scatter_(1, drawn.length[:, None], drawn.continuation[:, None])
+        return Verified(*(part.cpu().numpy() for part in (drawn.exit_node, path, drawn.length, tokens)))
 
     def _commit(self, batch: Batch, verified: Verified) -> None:
         """Move the accepted paths' keys and values into the requests' own blocks, all layers at once."""
@@ -328,9 +313,7 @@ class TreeRounds(GPUModelRunner):
             has_row = torch.zeros(len(growing), dtype=torch.bool, device=self.device)
             has_row[place] = True
             if rule in DRAWING_RULES:
-                every = torch.arange(len(root.request), device=self.device)
-                u = None if chance is None else chance[self._to_device(root.request), 2]
-                token = self._draw(root.rows, every, lambda probs: probs, u)
+                token = self._draw(root.rows, None if chance is None else chance[self._to_device(root.request), 2])
                 drawn = torch.full((len(growing),), -1, dtype=torch.int64, device=self.device)
                 drawn[place] = token
                 verified.tokens[root.request, verified.length[root.request] + 1] = token.cpu().numpy()
@@ -341,7 +324,7 @@ class TreeRounds(GPUModelRunner):
                 root_log_p = self._first_level_log_p(root.rows, pool, place)
         elif rule in ROOT_RULES:
             rule = "draft"
-        tree = select(pool, self.options.num_speculative_tokens, rule, root_log_p, drawn, has_row)
+        tree = self._steps.select(pool, self.options.num_speculative_tokens, rule, root_log_p, drawn, has_row)
         tokens, parents, sizes = tree.tokens.tolist(), tree.parents.cpu().numpy(), tree.size.tolist()
         for i, (r, size) in enumerate(zip(growing.tolist(), sizes, strict=True)):
             self._drafts[r] = tokens[i][:size]
@@ -428,31 +411,17 @@ class TreeRounds(GPUModelRunner):
         return [verified.tokens[r, : verified.length[r] + 1].tolist() for r in request]
 
     @staticmethod
-    def _masses(rows: TargetRows, tree: Tree, row_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the exit law needs of greedy rows, sampled rows or both."""
-        if rows.argmax is None:
-            assert rows.probs is not None
-            return edge_masses(rows.probs, tree, row_of)
-        child_p, residual = edge_masses_greedy(rows.argmax, tree, row_of)
-        if rows.probs is not None:
-            assert rows.greedy is not None
-            greedy = rows.greedy[:, None]
-            sampled_child_p, sampled_residual = edge_masses(rows.probs, tree, row_of)
-            child_p = torch.where(greedy, child_p, sampled_child_p)
-            residual = torch.where(greedy, residual, sampled_residual)
-        return child_p, residual
-
-    def _draw(self, rows: TargetRows, index: torch.Tensor, mass: Any, uniform: torch.Tensor | None) -> torch.Tensor:
-        """One token per request from ``mass(rows.probs)``, ``[n, V]``; greedy requests take row ``index``'s argmax."""
+    def _draw(rows: TargetRows, uniform: torch.Tensor | None) -> torch.Tensor:
+        """One token from each row; greedy requests take its argmax."""
         if rows.probs is None:
             assert rows.argmax is not None
-            return rows.argmax[index]
+            return rows.argmax
         assert uniform is not None
-        token = draw_token(mass(rows.probs), uniform)
+        token = draw_token(rows.probs, uniform)
         if rows.argmax is None:
             return token
         assert rows.greedy is not None
-        return torch.where(rows.greedy, rows.argmax[index], token)
+        return torch.where(rows.greedy, rows.argmax, token)
 
     def _first_level_log_p(self, rows: TargetRows, pool: Pool, place: torch.Tensor) -> torch.Tensor:
         """Log root row at the pool's first-level tokens, ``[G, width]``; only the rows ``place`` are filled."""

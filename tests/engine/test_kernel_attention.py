@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wiring of the GPU's kernels, in whole engines on the CPU: layout, attention and commit, kernels interpreted."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import engine_process
+import numpy as np
+import pytest
+import scenarios
+
+GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+_numbers = random.Random(3)
+PROMPTS = [[_numbers.randrange(24) for _ in range(length)] for length in (1, 5, 30, 31, 45, 64)]
+BATCHES: list[scenarios.Batch] = [(PROMPTS, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_pair: Any) -> list[list[int]]:
+    return _tokens(engine_process.run(scenarios.answer, tiny_pair.target, {}, BATCHES))
+
+
+def _tokens(result: dict[str, Any]) -> list[list[int]]:
+    return [answer["sequences"][0]["tokens"] for answer in result["answers"][0]]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rule", ["draft", "root_draw"])
+def test_engines_with_the_kernels_write_what_plain_vllm_writes(
+    tiny_pair: Any, plain: list[list[int]], rule: str
+) -> None:
+    options = {
+        "speculative_config": scenarios.target_rows(tiny_pair.drafter, 7, rule),
+        "max_num_batched_tokens": 64,  # prompts are prefilled in chunks beside the trees
+        "max_num_seqs": 8,
+    }
+    result = engine_process.run(
+        scenarios.answer_with_kernels,
+        tiny_pair.target,
+        options,
+        BATCHES,
+        timeout=500,
+    )
+    assert _tokens(result) == plain
+    (state,) = result["states"]
+    assert state["accepted_tokens"] > 5 and state["tree_nodes"] > 100
+    assert result["layers"]["tree"] > 50
+
+
+@pytest.mark.timeout(600)
+def test_seeded_requests_draw_the_same_with_the_kernels(tiny_pair: Any) -> None:
+    """The same uniforms through torch and through the kernels: children, selection, exit law and drawn token."""
+    settings = [{**GREEDY, "temperature": 1.0, "top_p": 0.95 if i % 2 else 1.0, "seed": i} for i in range(5)]
+    batches: list[scenarios.Batch] = [(PROMPTS, [*settings, GREEDY])]
+    options = {"speculative_config": scenarios.target_rows(tiny_pair.drafter, 6, "root_draw")}
+    torch_steps = engine_process.run(scenarios.answer, tiny_pair.target, options, batches)
+    kernels = engine_process.run(scenarios.answer_with_kernels, tiny_pair.target, options, batches, timeout=500)
+    assert _tokens(kernels) == _tokens(torch_steps)
+    counted = ("rounds", "emitted_tokens", "accepted_tokens", "tree_nodes", "absent")
+    assert [kernels["states"][0][name] for name in counted] == [torch_steps["states"][0][name] for name in counted]
+
+
+def test_a_back_end_without_trees_is_refused_by_name() -> None:
+    from vllm_targetrows.engine.compat import tree_layout
+
+    backend = type("Other", (), {"get_name": staticmethod(lambda: "FLASHINFER")})
+    with pytest.raises(ValueError, match=r"attention backend 'FLASHINFER'; allowed: CPU_ATTN, FLASH_ATTN, TRITON_ATTN"):
+        tree_layout(backend)
+
+
+@pytest.mark.parametrize(("written", "tokens"), [(-1, 0), (7, 7), ((-1, -1), 0), ((6, 0), 7)])
+def test_every_back_ends_window_is_understood(written: Any, tokens: int) -> None:
+    from vllm_targetrows.engine.kernel_attention import sliding_window
+
+    assert sliding_window(SimpleNamespace(sliding_window=written)) == tokens
+
+
+def test_the_plan_names_every_node() -> None:
+    import torch
+
+    from vllm_targetrows.engine.kernel_attention import TreeSlots
+
+    caches = [torch.zeros(9, 2, 16, 128) for _ in range(2)]
+    layout = TreeSlots(caches, np.zeros(0, dtype=np.int64), 16)
+    parents = np.array([[-1, 0, 0, -1], [-1, -1, -1, -1], [-1, 0, 1, -1]])
+    sizes, before, drafts = np.array([4, 0, 3]), np.array([1, 5, 2]), np.array([4, 0, 5])
+    step = layout.plan(parents, sizes, np.array([20, 0, 7]), before + drafts, drafts, np.zeros((3, 4), dtype=np.int32))
+    assert step.nodes.rows.tolist() == [1, 2, 3, 4, 12, 13, 14]  # 5 rows, 5 rows, then two before the tree
+    assert step.nodes.depth.tolist() == [1, 2, 2, 1, 1, 2, 3]
+    assert step.nodes.request.tolist() == [0, 0, 0, 0, 2, 2, 2]

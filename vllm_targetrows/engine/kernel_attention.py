@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention by our own kernels: the nodes of a tree lie in the request's own slots, in preorder.
+
+vLLM has room there for every draft token and writes their keys and values itself.  A step with trees puts ``tree`` on
+its attention metadata, and the layers then call ``tree_attention``; every other step is the back end's own.  A commit
+moves the accepted path's slots to the front.  Nothing is read back from the device.
+
+Works with every back end whose caches are ``[blocks, kv_heads, block_size, 2 * head_size]`` with keys and values side
+by side, in any order of memory: FlashAttention and Triton attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_targetrows.engine.attention import Accepted, Nodes, depths, ramp
+from vllm_targetrows.engine.kernel_steps import KernelSteps
+from vllm_targetrows.engine.steps import Steps
+from vllm_targetrows.triton_kernels.commit import caches, commit
+from vllm_targetrows.triton_kernels.tree_attention import tree_attention
+from vllm_targetrows.triton_kernels.tree_mask import tree_mask
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """One step's trees on the host."""
+
+    nodes: Nodes
+    parents: np.ndarray  # int64 [R, N] -1 = child of the root, and behind the tree
+    before: np.ndarray  # int64 [R] tokens up to and including the root
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """What ``tree_attention`` needs beside the back end's own metadata, on the device."""
+
+    before: torch.Tensor  # int32 [R]
+    bits: torch.Tensor  # int64 [R, N + 1, words]
+    depth: torch.Tensor  # int32 [R, N]
+
+
+class TreeSlots:
+    """The layout for ``tree_attention``; the layers' implementation mixes in ``TreeKernelAttention``.
+
+    Args:
+        kv_caches: all layers' caches.
+        scratch: numbers of the scratch blocks; not used.
+        block_size: tokens in a KV block.
+    """
+
+    def __init__(self, kv_caches: list[torch.Tensor], scratch: np.ndarray, block_size: int) -> None:
+        del scratch
+        self.steps: Steps = KernelSteps()
+        halves = [kv_cache.transpose(1, 2).chunk(2, dim=-1) for kv_cache in kv_caches]
+        self._caches = caches([key for key, _ in halves], [value for _, value in halves])
+        self._block_size = block_size
+        self._device = kv_caches[0].device
+
+    def plan(
+        self,
+        parents: np.ndarray,
+        sizes: np.ndarray,
+        computed: np.ndarray,
+        scheduled: np.ndarray,
+        drafts: np.ndarray,
+        block_table: np.ndarray,
+    ) -> KernelStep:
+        del block_table
+        before = scheduled - drafts
+        request, index = np.repeat(np.arange(len(sizes)), sizes), ramp(sizes)
+        parent = parents[request, index]
+        node_parent = np.where(parent >= 0, parent + (np.cumsum(sizes) - sizes)[request], -1)
+        rows = (np.cumsum(scheduled) - scheduled + before)[request] + index
+        return KernelStep(Nodes(rows, depths(node_parent), request, sizes), parents, before)
+
+    def metadata(
+        self,
+        step: KernelStep,
+        base: CommonAttentionMetadata,
+        per_layer: dict[str, Any],
+        build: Callable[[CommonAttentionMetadata], dict[str, Any]],
+    ) -> dict[str, Any]:
+        del base, build
+        parents, sizes, before = (
+            torch.from_numpy(array.astype(np.int32)).to(self._device, non_blocking=True)
+            for array in (step.parents, step.nodes.sizes, step.before)
+        )
+        depth, _, bits = tree_mask(parents, sizes)
+        rows = TreeRows(before, bits, depth)
+        for metadata in {id(m): m for m in per_layer.values()}.values():
+            metadata.tree = rows
+        return per_layer
+
+    def commit(self, step: KernelStep, accepted: Accepted) -> None:
+        first = accepted.root_position[:, None] + 1
+        level = np.arange(accepted.path.shape[1])[None, :]
+        source, destination = (
+            self._slots(first + offset, accepted) for offset in (np.maximum(accepted.path, 0), level)
+        )
+        lengths = torch.from_numpy(accepted.length.astype(np.int32)).to(self._device, non_blocking=True)
+        commit(self._caches, source, destination, lengths)
+
+    def _slots(self, positions: np.ndarray, accepted: Accepted) -> torch.Tensor:
+        """int64 ``[n, D]`` slots of positions ``[n, D]`` of the accepted requests."""
+        column = np.minimum(positions // self._block_size, accepted.block_table.shape[1] - 1)
+        block = accepted.block_table[accepted.request[:, None], column].astype(np.int64)
+        slots = block * self._block_size + positions % self._block_size
+        return torch.from_numpy(slots).to(self._device, non_blocking=True)
+
+
+class TreeKernelAttention:
+    """Mixed into an attention implementation: serves steps with trees by ``tree_attention``."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As the implementation's own; ``kv_cache`` is ``[blocks, kv_heads, block_size, 2 * head_size]``."""
+        rows: TreeRows | None = getattr(attn_metadata, "tree", None)
+        if rows is None:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        return attend(self, layer, query, kv_cache, attn_metadata, rows, output)
+
+
+def attend(
+    impl: Any,
+    layer: Any,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Any,
+    rows: TreeRows,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of a step with trees, by the settings of ``impl`` (window, soft cap, sinks, scales)."""
+    tokens, requests = metadata.num_actual_tokens, len(rows.before)
+    key_cache, value_cache = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
+    quantised = impl.kv_cache_dtype.startswith("fp8")
+    if quantised:
+        dtype = torch.float8_e5m2 if impl.kv_cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
+        key_cache, value_cache = key_cache.view(dtype), value_cache.view(dtype)
+    tree_attention(
+        query[:tokens].view(tokens, impl.num_heads, impl.head_size),
+        key_cache,
+        value_cache,
+        metadata.block_table[:requests],
+        metadata.seq_lens[:requests],
+        metadata.query_start_loc[: requests + 1],
+        rows.before,
+        rows.bits,
+        rows.depth,
+        scale=impl.scale,
+        sliding_window=sliding_window(impl),
+        softcap=float(impl.logits_soft_cap or 0),
+        sinks=impl.sinks,
+        k_scale=layer._k_scale if quantised else None,
+        v_scale=layer._v_scale if quantised else None,
+        out=output[:tokens].view(tokens, impl.num_heads, impl.head_size),
+        request_rows=rows.depth.shape[1] + 1,
+        max_seq_len=metadata.max_seq_len,
+    )
+    return output
+
+
+def sliding_window(impl: Any) -> int:
+    """Tokens that a token sees, itself included; 0 = all.  vLLM's back ends write ``w``, ``-1`` or ``(w - 1, 0)``."""
+    window = impl.sliding_window
+    return window[0] + 1 if isinstance(window, tuple) else max(window, 0)
