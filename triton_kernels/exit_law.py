@@ -47,6 +47,15 @@ class Exits(NamedTuple):
 
 
 @triton.jit
+def _divide(x, y):
+    """``x / y`` within a last bit for positive ``y``; the correctly rounded division is a call that costs registers."""
+    inverse = 1.0 / y
+    quotient = x * inverse
+    better = tl.fma(tl.fma(-quotient, y, x), inverse, quotient)
+    return tl.where(x == float("-inf"), x, better)
+
+
+@triton.jit
 def _probability(
     rows, row, offset, mask, row_stride, normaliser, temperature, LOGITS: tl.constexpr, TEMPERATURE: tl.constexpr
 ):
@@ -54,7 +63,7 @@ def _probability(
     if LOGITS:
         x = tl.load(rows + row * row_stride + offset, mask=mask, other=float("-inf")).to(tl.float32)
         if TEMPERATURE:
-            x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+            x = _divide(x, tl.zeros_like(x) + temperature)
         x = tl.exp(x - tl.load(normaliser + row))
     else:
         x = tl.load(rows + row * row_stride + offset, mask=mask, other=0.0)
