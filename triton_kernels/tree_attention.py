@@ -400,64 +400,57 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(head: int, dtype: torch.dtype, packed_rows: int, chip: str) -> Tile:
+# Kind of product -> padded head size -> most packed rows -> positions per step, warps, stages.
+_TILES: dict[str, dict[int, dict[int, tuple[int, int, int]]]] = {
+    "large": {
+        64: {16: (64, 4, 5), 64: (64, 4, 4), 128: (64, 8, 3)},
+        128: {32: (64, 4, 4), 64: (64, 4, 2), 128: (64, 8, 3)},
+        256: {32: (32, 4, 3), 64: (32, 8, 3), 128: (32, 8, 2)},
+    },
+    "cuda": {
+        64: {16: (64, 4, 3), 32: (64, 4, 2), 64: (64, 4, 3), 128: (64, 8, 3)},
+        128: {64: (32, 4, 3), 128: (32, 8, 3)},
+        256: {32: (32, 4, 2), 64: (32, 8, 2)},
+    },
+    "hip": {
+        64: {64: (64, 4, 1), 128: (64, 8, 1)},
+        128: {64: (32, 4, 1), 128: (32, 8, 1)},
+        256: {32: (32, 4, 1), 64: (32, 8, 1)},
+    },
+    # Decoding the bits of an 8-bit cache takes registers.
+    "cuda bits": {64: {128: (32, 8, 3)}, 128: {64: (32, 4, 3)}, 256: {16: (32, 4, 2), 32: (32, 8, 2)}},
+    "hip bits": {64: {128: (32, 8, 1)}, 128: {64: (32, 4, 1)}, 256: {32: (32, 4, 1)}},
+    # No matrix unit computes in float32.
+    "float32": {64: {16: (16, 8, 1), 32: (8, 8, 1)}, 128: {32: (16, 8, 1)}, 256: {16: (16, 8, 1)}},
+}
+_LARGE_CHIPS = ("90", "100", "103")  # 227 KiB of shared memory; other NVIDIA chips have 99 KiB at least
+
+
+def tile_for(head: int, dtype: torch.dtype, cache: torch.dtype, packed_rows: int, chip: str) -> Tile:
     """The sizes for ``packed_rows`` = query rows of a request x heads of the group.
 
-    Chosen so that nothing spills and, for small tiles on a large chip, two programs fit a multiprocessor with enough
-    loads under way to keep the memory busy.
+    Chosen so that nothing spills and, for small tiles on a large chip, so that two programs fit a multiprocessor with
+    enough loads under way to keep the memory busy.
 
     Args:
         head: head size.
         dtype: of the query.
+        cache: dtype of the cache.
         packed_rows: rows that one tile would need.
         chip: CUDA capability such as ``"90"``, or an AMD architecture such as ``"gfx942"``.
     """
-    padded = max(triton.next_power_of_2(head), 64)
-    wanted = max(triton.next_power_of_2(packed_rows), 16)
-    if dtype == torch.float32:  # no matrix unit computes in float32: small tiles
-        return Tile(min(wanted, 32 if padded <= 128 else 16), 32 if padded == 64 else 16, 4, 1)
-    large = chip in ("90", "100", "103")  # 227 KiB of shared memory; the other NVIDIA chips have 99 KiB at least
-    most = 64 if padded == 256 and not large else 128
-    rows = min(wanted, most)
-    size = "small" if rows <= 32 else "middle" if rows == 64 else "full"
-    positions, warps, stages = _TILES["hip" if chip.startswith("gfx") else "large" if large else "cuda"][padded, size]
-    return Tile(rows, positions, warps, stages)
-
-
-# (padded head size, size of the tile) -> positions per step, warps, stages.
-_TILES: dict[str, dict[tuple[int, str], tuple[int, int, int]]] = {
-    "large": {
-        (64, "small"): (64, 4, 4),
-        (64, "middle"): (64, 4, 4),
-        (64, "full"): (64, 8, 3),
-        (128, "small"): (64, 4, 4),
-        (128, "middle"): (64, 4, 2),
-        (128, "full"): (64, 8, 3),
-        (256, "small"): (32, 4, 3),
-        (256, "middle"): (32, 8, 3),
-        (256, "full"): (32, 8, 2),
-    },
-    "cuda": {
-        (64, "small"): (64, 4, 3),
-        (64, "middle"): (64, 4, 3),
-        (64, "full"): (64, 8, 3),
-        (128, "small"): (32, 4, 3),
-        (128, "middle"): (32, 4, 3),
-        (128, "full"): (32, 8, 3),
-        (256, "small"): (32, 4, 2),
-        (256, "middle"): (32, 8, 2),
-    },
-    "hip": {
-        (64, "small"): (64, 4, 1),
-        (64, "middle"): (64, 4, 1),
-        (64, "full"): (64, 8, 1),
-        (128, "small"): (32, 4, 1),
-        (128, "middle"): (32, 4, 1),
-        (128, "full"): (32, 8, 1),
-        (256, "small"): (32, 4, 1),
-        (256, "middle"): (32, 8, 1),
-    },
-}
+    maker = "hip" if chip.startswith("gfx") else "large" if chip in _LARGE_CHIPS else "cuda"
+    eight_bits = cache.itemsize == 1
+    if dtype == torch.float32:
+        kind = "float32"
+    elif eight_bits and not converts_e4m3(chip):
+        kind = f"{maker} bits"
+    else:
+        kind = maker
+    sizes = _TILES[kind][max(triton.next_power_of_2(head), 64)]
+    most = 64 if eight_bits and head == 256 else 128
+    wanted = min(max(triton.next_power_of_2(packed_rows), 16), most, max(sizes))
+    return Tile(wanted, *sizes[min(limit for limit in sizes if limit >= wanted)])
 
 
 def default_splits(programs: int, positions: int, processors: int) -> int:
@@ -642,7 +635,7 @@ def tree_attention(
         return out
     group = heads // kv_heads
     usual_rows = request_rows or triton.cdiv(tokens, requests)
-    tile = tile_for(head, query.dtype, usual_rows * group, _chip(query.device))
+    tile = tile_for(head, query.dtype, key_cache.dtype, usual_rows * group, _chip(query.device))
     if tile.rows < group:
         raise ValueError(f"{group} query heads per KV head: at most {tile.rows} are supported")
     longest = max_seq_len or block_table.shape[1] * page

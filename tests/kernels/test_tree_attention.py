@@ -456,7 +456,7 @@ def build(chip, head, dtype, cache, group, rows, page, nodes, **options):
         meta(requests, nodes + 1, (nodes + 64) // 64, dtype=torch.int64), meta(requests, nodes), **given, k_scale=scale,
         v_scale=scale, out=query, partial=meta(splits, *query.shape, dtype=torch.float32),
         lse=meta(splits, *query.shape[:2], dtype=torch.float32), native_fp8=converts_e4m3(chip),
-        tile=tile_for(head, dtype, rows * group, chip),
+        tile=tile_for(head, dtype, cache, rows * group, chip),
     )
 
 bf16, every = torch.bfloat16, dict(sliding_window=4096, softcap=30.0, sinks=meta(32, dtype=torch.float32))
