@@ -79,6 +79,26 @@ def test_tiny_model_writes_what_plain_vllm_writes(
             assert state["emitted_tokens"] > state["rounds"]
 
 
+@pytest.mark.timeout(900)
+def test_the_compiled_mode_writes_and_accepts_the_same(tiny_pair: Any, plain_tokens: list[list[list[int]]]) -> None:
+    """vLLM's compiled graphs trust the layout of their inputs: a drafter that is misread accepts less, in silence."""
+
+    def run(eager: bool) -> dict[str, Any]:
+        options = {
+            "speculative_config": scenarios.target_rows(tiny_pair.drafter, 4, "root_draw"),
+            "max_num_seqs": 8,
+            "enforce_eager": eager,
+        }
+        batches = [*BATCHES[:1], *BATCHES[2:]]  # eight at a time, and alone
+        result: dict[str, Any] = engine_process.run(scenarios.answer, tiny_pair.target, options, batches, timeout=800)
+        return result
+
+    compiled, eager = run(False), run(True)
+    assert _tokens(compiled) == _tokens(eager) == [*plain_tokens[:1], *plain_tokens[2:]]
+    counted = ("rounds", "emitted_tokens", "accepted_tokens", "tree_nodes", "absent")
+    assert [compiled["states"][0][name] for name in counted] == [eager["states"][0][name] for name in counted]
+
+
 @pytest.fixture(scope="module")
 def chat_prompts(shared_folder: Path, target_folder: Path) -> list[list[int]]:
     from transformers import AutoTokenizer

@@ -197,10 +197,11 @@ class Eagle3Drafter:
             self.statistics.forward("draft"),
             set_forward_context(per_layer, self.vllm_config, num_tokens=len(tokens), slot_mapping=slots),
         ):
+            # vLLM's compiled graphs check no strides: anything but contiguous inputs would be misread in silence.
             return self.model(
-                input_ids=tokens.int(),
-                positions=positions.clamp(max=self.last_position),
-                hidden_states=states,
+                input_ids=tokens.int().contiguous(),
+                positions=positions.clamp(max=self.last_position).contiguous(),
+                hidden_states=states.contiguous(),
                 inputs_embeds=None,
             )
 
