@@ -17,8 +17,9 @@ demo: environment model
 
 # pytest by its console script: `python -m pytest` would put the repository's root on sys.path, and with it the folder
 # triton_kernels/ under a name that vLLM imports.
+# Two workers, a file at a time each: most engines of the tests use one core.
 test: lint model
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: environment
 	$(BIN)/ruff check .

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -367,53 +364,3 @@ def test_faults_are_caught() -> None:
     row_of[0, last] = row_of[0, last - 1]
     wrong = run(Batch(batch.tree, row_of, batch.probs, batch.levels), uniforms, batch.probs)
     assert not torch.equal(wrong.emitted, expected.emitted)
-
-
-COMPILE = """
-import torch
-from triton.backends.compiler import GPUTarget
-from vllm_targetrows.triton_kernels import exit_law as op
-from vllm_targetrows.triton_kernels.launch import compile_for
-
-LIMITS = {80: 163, 90: 227, 100: 227, "gfx942": 64}
-
-def make(*shape, dtype=torch.int64):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-def case(nodes, vocabulary, mode, logits=None, levels=8):
-    total = 8 * (nodes + 1)
-    rows = None if mode == "greedy" else make(total, vocabulary, dtype=logits or torch.float32)
-    greedy = make(8, dtype=torch.bool) if mode == "mixed" else None
-    argmax = None if mode == "sampled" else make(total)
-    normaliser = make(total, dtype=torch.float32) if logits else None
-    temperature = make(8, dtype=torch.float32) if logits else None
-    partial = make(8, nodes + 1, -(-vocabulary // op.BLOCK), dtype=torch.float64)
-    out = op.Exits(make(8), make(8, levels), make(8), make(8), make(8, levels + 1))
-    trees = (make(8, nodes), make(8, nodes), make(8), make(8, nodes + 1))
-    uniforms = make(8, 2, dtype=torch.float64)
-    return op.exit_law_launches(rows, *trees, uniforms, argmax, greedy, normaliser, temperature, partial, out)
-
-cases = {
-    "8 nodes": case(8, 32000, "sampled"),
-    "59 nodes": case(59, 131072, "sampled"),
-    "59 nodes, mixed": case(59, 131072, "mixed"),
-    "256 nodes": case(256, 262144, "mixed"),
-    "1024 nodes": case(1024, 131072, "mixed"),
-    "59 nodes, logits": case(59, 131072, "mixed", torch.bfloat16),
-    "greedy": case(59, 131072, "greedy"),
-}
-for name, launches in cases.items():
-    for launch in launches:
-        for chip, limit in LIMITS.items():
-            target = GPUTarget("hip", chip, 64) if chip == "gfx942" else GPUTarget("cuda", chip, 32)
-            r = compile_for(launch, target)
-            print(name, launch.kernel.__name__, chip, r, flush=True)
-            assert r.spill_bytes == 0 and r.shared_bytes <= limit * 1024
-"""
-
-
-def test_compiles_for_gpus() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    assert run.stdout.count("Resources") == 52

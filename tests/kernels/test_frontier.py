@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -314,62 +311,3 @@ def test_one_wrong_parent_or_score_is_caught() -> None:
 
 
 # ---------------------------------------------------------------------- ahead of time
-
-COMPILE = """
-import torch
-from triton.backends.compiler import GPUTarget
-from vllm_targetrows.triton_kernels import frontier as op
-from vllm_targetrows.triton_kernels.launch import compile_for
-
-LIMITS = {80: 163, 90: 227, 100: 227, "gfx942": 64}
-
-def ints(*shape):
-    return torch.empty(shape, dtype=torch.int64, device="meta")
-
-def floats(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-CHIPS = tuple(LIMITS)
-cases = {}  # a compilation takes seconds: the largest of each kind on every chip, the others on one
-for rows, vocabulary, dtype, chips in (
-    (10, 32000, torch.bfloat16, (90,)),
-    (640, 32000, torch.bfloat16, CHIPS),
-    (80, 262144, torch.float32, (90,)),
-):
-    plan = op.row_splits(rows, vocabulary)
-    logits, outputs = floats(rows, vocabulary, dtype=dtype), (floats(rows, 10), ints(rows, 10))
-    scratch = op.topk_scratch(rows, 10, plan, logits.device)
-    launches = op.topk_log_softmax_launches(logits, ints(vocabulary), *outputs, *scratch, plan)
-    cases[f"topk {rows} x {vocabulary}"] = launches, chips
-level = op.Level(ints(8, 100), ints(8, 100), ints(8, 100), floats(8, 100), ints(8, 100))
-chosen = op.Frontier(ints(8, 10), floats(8, 10), ints(8, 10), ints(8, 10), ints(8, 10))
-inputs = (floats(8, 10, 10), ints(8, 10, 10), floats(8, 10), ints(8, 10), ints(8, 10))
-cases["expand"] = op.expand_launches(*inputs, 110, 3, level, chosen), CHIPS
-for rule, nodes, budget, chips in (
-    ("draft", 310, 8, (90,)),
-    ("root_draw", 310, 59, (90,)),
-    ("pearl", 310, 59, (90,)),
-    ("root", 710, 59, (90,)),
-    ("root", 710, 256, CHIPS),
-):
-    pool = ints(8, nodes)
-    out = op.Selected(ints(8, budget), ints(8, budget), ints(8, budget), ints(8))
-    rows = (floats(8, 10), ints(8), ints(8).bool())
-    cases[f"select {rule} {budget} of {nodes}"] = (
-        op.select_launches(pool, pool, pool, floats(8, nodes), pool, 10, budget, rule, *rows, out), chips
-    )
-for name, (launches, chips) in cases.items():
-    for launch in launches:
-        for chip in chips:
-            target = GPUTarget("hip", chip, 64) if chip == "gfx942" else GPUTarget("cuda", chip, 32)
-            r = compile_for(launch, target)
-            print(name, launch.kernel.__name__, chip, r, flush=True)
-            assert r.spill_bytes == 0 and r.shared_bytes <= LIMITS[chip] * 1024
-"""
-
-
-def test_compiles_for_gpus() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    assert run.stdout.count("Resources") == 20
