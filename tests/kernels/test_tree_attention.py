@@ -104,7 +104,7 @@ def empty_caches(blocks: int, page: int, heads: int, head: int, layout: str) -> 
 def make_step(
     requests: Sequence[Request],
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float16,
     cache: torch.dtype | None = None,
     kv_heads: int = 1,
     group: int = 2,
@@ -188,8 +188,10 @@ def test_mixed_batch(dtype: torch.dtype, splits: int) -> None:
     make_step(MIXED, dtype=dtype, kv_heads=2, group=2).check(splits)
 
 
-@pytest.mark.parametrize("layout", ["together", "HND", "NHD", "halves"])
-@pytest.mark.parametrize("page", [16, 24, 64, 128, 784])
+@pytest.mark.parametrize(
+    ("page", "layout"),
+    [(16, "together"), (16, "NHD"), (24, "HND"), (32, "halves"), (64, "together"), (128, "HND"), (784, "together")],
+)
 def test_pages_and_layouts(page: int, layout: str) -> None:
     make_step(MIXED[:4], page=page, layout=layout, kv_heads=2, group=1).check(2)
 
@@ -246,7 +248,7 @@ def test_eight_bit_decoding_is_exact() -> None:
     step.tensors["value_cache"] = codes
     expected = codes.view(torch.float8_e4m3fn).float().view(4, 1, 64)
     assert expected.isnan().sum() == 2
-    torch.testing.assert_close(step.run(), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(step.run().float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("page", [16, 64])
@@ -270,7 +272,7 @@ def test_a_chain_is_causal_attention(window: int, splits: int) -> None:
     chain = step.run(splits)
     step.tensors["before"] = torch.tensor([21], dtype=torch.int32)
     causal = step.run(splits)
-    torch.testing.assert_close(chain, causal, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(chain, causal, rtol=1e-3, atol=1e-4)
     compare(causal, step.reference())
 
 
@@ -324,6 +326,7 @@ def test_any_step(data: st.DataObject) -> None:
     requests = data.draw(st.lists(request, min_size=1, max_size=3))
     step = make_step(
         requests,
+        dtype=data.draw(st.sampled_from([torch.float16, torch.float32])),
         group=data.draw(st.sampled_from([1, 3, 4])),
         page=data.draw(st.sampled_from([16, 32, 40, 64])),
         layout=data.draw(st.sampled_from(["together", "HND", "NHD"])),
@@ -423,9 +426,9 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="key_cache"):
         changed(key_cache=step.tensors["key_cache"][..., :32])
     with pytest.raises(ValueError, match="does not go with"):
-        changed(query=step.tensors["query"].half())
+        changed(query=step.tensors["query"].bfloat16())
     with pytest.raises(ValueError, match="divide"):
-        changed(**{name: torch.randn(3, 16, 3, 64) for name in ("key_cache", "value_cache")})
+        changed(**{name: torch.randn(3, 16, 3, 64).half() for name in ("key_cache", "value_cache")})
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:

@@ -61,7 +61,7 @@ def check(parents: torch.Tensor, sizes: torch.Tensor, root_position: torch.Tenso
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [1, 8, 62, 63, 64, 65, 127, 128])
+@pytest.mark.parametrize("size", [1, 62, 63, 64, 128])
 def test_forms_and_sizes_around_word_ends(form: str, size: int) -> None:
     check(*batch([parents_of(form, size, 1), [], parents_of(form, size // 2, 2)], size))
 
@@ -72,7 +72,7 @@ def test_a_thousand_nodes(form: str) -> None:
 
 
 def test_a_long_chain() -> None:
-    check(*batch([parents_of("chain", 200, 0)], 200))
+    check(*batch([parents_of("chain", 140, 0)], 140))
 
 
 @settings(max_examples=20, deadline=None)
