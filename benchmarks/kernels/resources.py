@@ -88,7 +88,7 @@ def tree_attention(chip: str) -> Launches:
             partial=meta(splits, *query.shape, dtype=fp32),
             lse=meta(splits, *query.shape[:2], dtype=fp32),
             native_fp8=op.converts_e4m3(str(arch)),
-            tile=op.tile_for(head, dtype, (nodes + 1) * group, str(arch)),
+            tile=op.tile_for(head, dtype, cache, (nodes + 1) * group, str(arch)),
         )
     return result
 

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -437,53 +434,3 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     assert default_splits(1, 300, 132) == 1
     assert default_splits(1024, 65536, 132) == 1
     assert default_splits(8, 0, 132) == 1
-
-
-COMPILE = """
-import sys, torch
-from triton.backends.compiler import GPUTarget
-from vllm_targetrows.triton_kernels.launch import compile_for
-from vllm_targetrows.triton_kernels.tree_attention import converts_e4m3, launches, tile_for
-
-def meta(*shape, dtype=torch.int32):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-def build(chip, head, dtype, cache, group, rows, page, nodes, **options):
-    kv_heads, requests, splits = 8, 8, 4
-    key, value = meta(1000, kv_heads, page, 2 * head, dtype=cache).transpose(1, 2).split(head, dim=-1)
-    query = meta(requests * (nodes + 1), kv_heads * group, head, dtype=dtype)
-    scale = meta(1, dtype=torch.float32) if cache.itemsize == 1 else None
-    given = dict(scale=0.1, sliding_window=0, softcap=0.0, sinks=None) | options
-    return launches(
-        query, key, value, meta(requests, 4096), meta(requests), meta(requests + 1), meta(requests),
-        meta(requests, nodes + 1, (nodes + 64) // 64, dtype=torch.int64), meta(requests, nodes), **given, k_scale=scale,
-        v_scale=scale, out=query, partial=meta(splits, *query.shape, dtype=torch.float32),
-        lse=meta(splits, *query.shape[:2], dtype=torch.float32), native_fp8=converts_e4m3(chip),
-        tile=tile_for(head, dtype, cache, rows * group, chip),
-    )
-
-bf16, every = torch.bfloat16, dict(sliding_window=4096, softcap=30.0, sinks=meta(32, dtype=torch.float32))
-chip = sys.argv[1]
-target = GPUTarget("hip", chip, 64) if chip == "gfx942" else GPUTarget("cuda", int(chip), 32)
-limit = {"80": 163, "90": 227, "100": 227, "gfx942": 64}[chip] * 1024
-for case in (
-    (64, bf16, bf16, 4, 60, 16, 59, every),
-    (128, bf16, bf16, 4, 60, 16, 59, every),
-    (128, bf16, bf16, 8, 1, 64, 0, {}),
-    (256, bf16, bf16, 4, 60, 16, 256, every),
-    (128, bf16, torch.float8_e4m3fn, 4, 60, 16, 59, every),
-    (128, torch.float32, torch.float32, 4, 60, 16, 59, every),
-):
-    for launch in build(chip, *case[:-1], **case[-1]):
-        r = compile_for(launch, target)
-        print(*case[:-1], r, flush=True)
-        assert r.spill_bytes == 0 and r.shared_bytes <= limit, (case, r)
-"""
-
-
-@pytest.mark.parametrize("chip", ["80", "90", "100", "gfx942"])
-def test_compiles_for_gpus(chip: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILE, chip], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
-    assert run.stdout.count("Resources") == 12
