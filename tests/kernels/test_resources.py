@@ -32,7 +32,7 @@ def test_a_kernel_that_spills_is_named(repository: Path, tmp_path: Path) -> None
         "import dataclasses, runpy, sys\n"
         f"module = runpy.run_path({str(repository / RESOURCES)!r})\n"
         "launch = module['commit']('sm_90')['bfloat16, head 128, 255 levels'][0]\n"
-        "launch.arguments.update(LEVELS=1024, COLUMNS=256)\n"
+        "launch.arguments.update(LEVELS=256, COLUMNS=32)\n"
         "module['OPS']['commit'] = lambda chip: {'too large': [dataclasses.replace(launch, num_warps=1)]}\n"
         "sys.argv = ['resources.py', '--ops', 'commit', '--chips', 'sm_90']\n"
         "sys.exit(module['main']())\n"
