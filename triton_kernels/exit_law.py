@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, power_of_two
 
 BLOCK = 4096
 """Entries of a row that are summed, and later searched, by one program."""
@@ -368,7 +368,7 @@ def exit_law_launches(
     vocabulary = 1 if rows is None else rows.shape[1]
     blocks = -(-vocabulary // block)
     mode = _GREEDY if rows is None else _SAMPLED if greedy is None else _MIXED
-    size = _power_of_two(nodes + 1, 16)
+    size = power_of_two(nodes + 1, 16)
 
     def given(tensor: Tensor | None) -> Tensor:
         return partial if tensor is None else tensor  # stands for what is never read
@@ -389,7 +389,7 @@ def exit_law_launches(
         "vocabulary": vocabulary,
         "nodes": nodes,
         "blocks": blocks,
-        "B": _power_of_two(nodes, 16),
+        "B": power_of_two(nodes, 16),
         "BLOCK": block,
         "MODE": mode,
         "LOGITS": normaliser is not None,
@@ -405,18 +405,14 @@ def exit_law_launches(
         "out_emitted": out.emitted,
         "levels": out.path.shape[1],
         "N": size,
-        "BLOCKS": _power_of_two(blocks, 2),
-        "BLOCK_CHUNK": max(1, min(_power_of_two(blocks, 1), 4096 // size)),
-        "LEVEL_CHUNK": max(1, min(_power_of_two(out.path.shape[1] + 1, 1), 4096 // size)),
+        "BLOCKS": power_of_two(blocks, 2),
+        "BLOCK_CHUNK": max(1, min(power_of_two(blocks, 1), 4096 // size)),
+        "LEVEL_CHUNK": max(1, min(power_of_two(out.path.shape[1] + 1, 1), 4096 // size)),
     }
     launches = [Launch(_exit_kernel, (requests,), {**common, **last}, num_warps=8)]
     if rows is not None:
         launches.insert(0, Launch(_masses_kernel, (requests * (nodes + 1), blocks), common, num_warps=8))
     return launches
-
-
-def _power_of_two(n: int, least: int) -> int:
-    return max(least, 1 << (n - 1).bit_length()) if n > 0 else least
 
 
 def exit_law_reference(

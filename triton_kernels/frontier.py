@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, power_of_two
 
 MAX_K = 16
 LANES = 2048
@@ -160,10 +160,6 @@ def _top_pairs(key, index, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
     return tl.reshape(cube, [2**LOG_K]), tl.reshape(where, [2**LOG_K])
 
 
-def _power_of_two(n: int, least: int) -> int:
-    return max(least, 1 << (n - 1).bit_length())
-
-
 def _log2(n: int) -> int:
     return n.bit_length() - 1
 
@@ -283,9 +279,9 @@ class Splits(NamedTuple):
 
 def row_splits(rows: int, vocabulary: int, lanes: int = LANES) -> Splits:
     """Splits for ``rows`` rows over ``vocabulary`` entries."""
-    block = min(lanes, _power_of_two(vocabulary, MAX_K))
+    block = min(lanes, power_of_two(vocabulary, MAX_K))
     wanted = min(-(-PROGRAMS // max(rows, 1)), -(-vocabulary // block))
-    span = min(ROUNDS, _power_of_two(-(-vocabulary // (wanted * block)), 1))
+    span = min(ROUNDS, power_of_two(-(-vocabulary // (wanted * block)), 1))
     return Splits(block, span, -(-vocabulary // (block * span)))
 
 
@@ -326,7 +322,7 @@ def topk_log_softmax(
 def topk_scratch(rows: int, k: int, plan: Splits, device: torch.device) -> tuple[Tensor, Tensor]:
     """What the splits leave for the merge: int64 keys ``[n, splits, K]`` and float32 sums ``[n, splits, 2]``."""
     splits = plan.splits if plan.splits > 1 else 0
-    keys = torch.empty((rows, splits, _power_of_two(k, 2)), dtype=torch.int64, device=device)
+    keys = torch.empty((rows, splits, power_of_two(k, 2)), dtype=torch.int64, device=device)
     return keys, torch.empty((rows, splits, 2), dtype=torch.float32, device=device)
 
 
@@ -340,7 +336,7 @@ def topk_log_softmax_launches(
         keys, sums, plan: from ``topk_scratch`` and ``row_splits``.
     """
     rows, k = log_q.shape
-    width = _power_of_two(k, 2)
+    width = power_of_two(k, 2)
     mapped = d2t is not None
     common = {
         "keys": keys,
@@ -367,7 +363,7 @@ def topk_log_softmax_launches(
     warps = 8 if plan.block >= 2048 else 4
     launches = [Launch(_children_kernel, (rows, plan.splits), {**common, **rounds}, num_warps=warps)]
     if plan.splits > 1:
-        splits = _power_of_two(plan.splits, 2)
+        splits = power_of_two(plan.splits, 2)
         joined = {**common, "SPLITS": splits, "LOG_SPLITS": _log2(splits)}
         launches.append(Launch(_merge_kernel, (rows,), joined, num_warps=4))
     return launches
@@ -516,8 +512,8 @@ def expand_launches(
 ) -> list[Launch]:
     """The one launch of ``expand``; ``chosen`` is contiguous."""
     requests, k, _ = log_q.shape
-    width = _power_of_two(k, 2)
-    size = _power_of_two(k * k, width)
+    width = power_of_two(k, 2)
+    size = power_of_two(k * k, width)
     arguments = {
         "log_q": log_q,
         "token": token,
@@ -778,9 +774,9 @@ def select_launches(
 ) -> list[Launch]:
     """The one launch of ``select``; ``out`` is contiguous."""
     requests, nodes = tokens.shape
-    size = _power_of_two(nodes, 16)
+    size = power_of_two(nodes, 16)
     columns = out.tokens.shape[1]
-    tree = _power_of_two(columns, 16)
+    tree = power_of_two(columns, 16)
     some_rows = rule == "root" and has_row is not None
     arguments = {
         "tokens": tokens,
@@ -809,7 +805,7 @@ def select_launches(
         "SOME_ROWS": some_rows,
         "N": size,
         "LOG_N": _log2(size),
-        "WIDTH": _power_of_two(width, 2),
+        "WIDTH": power_of_two(width, 2),
         "B": tree,
         "LOG_B": _log2(tree),
         "CHUNK": min(tree, max(16, 8192 // tree)),

@@ -38,6 +38,11 @@ TYPE_NAMES = {
 }
 
 
+def power_of_two(n: int, least: int) -> int:
+    """The smallest power of two that is at least ``n`` and ``least`` (itself one): lanes that hold ``n`` entries."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel, its grid and its arguments by name (tensors, numbers, constants)."""

@@ -161,10 +161,8 @@ def plan_tree_step(
     column = computed // block_size  # first block that is not wholly computed
 
     # The nodes of all trees, one after the other, and the runs that they form.
-    node_request = np.repeat(arange(requests), sizes)
-    node_index = ramp(sizes)
-    parent = parents[node_request, node_index].astype(np.int64)
-    node_parent = np.where(parent >= 0, parent + (np.cumsum(sizes) - sizes)[node_request], -1)
+    node_request, node_index, node_parent = flat_nodes(parents, sizes)
+    parent = parents[node_request, node_index]
     depth = depths(node_parent)
     first = np.flatnonzero((node_index == 0) | (parent != node_index - 1))
     length = np.diff(np.append(first, len(node_index)))
@@ -248,6 +246,13 @@ def ramp(counts: np.ndarray) -> np.ndarray:
     """``0 .. counts[0] - 1, 0 .. counts[1] - 1, ...``"""
     total = int(counts.sum())
     return np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def flat_nodes(parents: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The nodes of all trees, one after the other: request, index in its tree, and parent in this numbering."""
+    request, index = np.repeat(np.arange(len(sizes)), sizes), ramp(sizes)
+    parent = parents[request, index].astype(np.int64)
+    return request, index, np.where(parent >= 0, parent + (np.cumsum(sizes) - sizes)[request], -1)
 
 
 def depths(node_parent: np.ndarray) -> np.ndarray:

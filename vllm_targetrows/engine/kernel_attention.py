@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_targetrows.engine.attention import Accepted, Nodes, depths, ramp
+from vllm_targetrows.engine.attention import Accepted, Nodes, depths, flat_nodes
 from vllm_targetrows.engine.kernel_steps import KernelSteps
 from vllm_targetrows.engine.steps import Steps
 from vllm_targetrows.triton_kernels.commit import caches, commit
@@ -73,9 +73,7 @@ class TreeSlots:
     ) -> KernelStep:
         del block_table
         before = scheduled - drafts
-        request, index = np.repeat(np.arange(len(sizes)), sizes), ramp(sizes)
-        parent = parents[request, index]
-        node_parent = np.where(parent >= 0, parent + (np.cumsum(sizes) - sizes)[request], -1)
+        request, index, node_parent = flat_nodes(parents, sizes)
         rows = (np.cumsum(scheduled) - scheduled + before)[request] + index
         return KernelStep(Nodes(rows, depths(node_parent), request, sizes), parents, before)
 
