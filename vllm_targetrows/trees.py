@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,17 @@ class Pool:
     score: Tensor
     branch: Tensor
     width: int
+
+
+def concatenated(pools: Sequence[Pool]) -> Pool:
+    """The requests of several pools of the same ``width`` in one, the smaller ones filled up with absent nodes."""
+    size = max(pool.tokens.shape[1] for pool in pools)
+    absent = {"tokens": 0, "parents": -1, "depth": 1, "score": float("-inf"), "branch": 0}
+    fields = {
+        name: torch.cat([pad(getattr(pool, name), (0, size - pool.tokens.shape[1]), value=value) for pool in pools])
+        for name, value in absent.items()
+    }
+    return Pool(**fields, width=pools[0].width)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ def test_defaults() -> None:
         "selection": "draft",
         "tree_topk": 10,
         "tree_depth": 8,
+        "tree_min_probability": 0.0,
         "root_row": "separate",
     }
     assert config.pool_size == 710
@@ -29,9 +30,17 @@ def test_defaults() -> None:
 
 def test_every_option_is_taken_and_dashes_count_as_underscores() -> None:
     config, _ = split_options(
-        {**OPTIONS, "selection": "root_draw", "tree-topk": 4, "tree-depth": 3, "root-row": "separate"}
+        {
+            **OPTIONS,
+            "selection": "root_draw",
+            "tree-topk": 4,
+            "tree-depth": 3,
+            "tree-min-probability": 0.25,
+            "root-row": "separate",
+        }
     )
     assert (config.selection, config.tree_topk, config.tree_depth, config.root_row) == ("root_draw", 4, 3, "separate")
+    assert config.tree_min_probability == 0.25
     assert config.pool_size == 4 + 2 * 16
 
 
@@ -54,6 +63,7 @@ def test_stock_options_pass_through() -> None:
     assert stock == {**values, "method": "eagle3", "num_speculative_tokens": 8}
 
 
+PROBABILITY = "a number from 0 to below 1"
 BUDGET = "an integer from 1 to 255"
 RULES = "'draft', 'root', 'root_draw' or 'pearl'"
 POOL = "allowed: tree_topk + (tree_depth - 1) * tree_topk**2 of at most 4096"
@@ -73,6 +83,11 @@ POOL = "allowed: tree_topk + (tree_depth - 1) * tree_topk**2 of at most 4096"
         ({"tree_depth": 0}, "tree_depth=0 is not allowed; allowed: an integer of at least 1"),
         ({"tree_depth": 50}, f"tree_topk=10 with tree_depth=50 grows a pool of 4910 nodes; {POOL}"),
         ({"tree_topk": 64, "tree_depth": 2}, f"tree_topk=64 with tree_depth=2 grows a pool of 4160 nodes; {POOL}"),
+        ({"tree_min_probability": 1}, f"tree_min_probability=1 is not allowed; allowed: {PROBABILITY}"),
+        (
+            {"tree_min_probability": -0.1},
+            f"tree_min_probability=-0.1 is not allowed; allowed: {PROBABILITY}",
+        ),
         ({"root_row": "early"}, "root_row='early' is not allowed; allowed: 'separate'"),
         ({"model": ""}, "model='' is not allowed; allowed: name or folder of an EAGLE-3 drafter"),
         ({"model": 3}, "model=3 is not allowed; allowed: name or folder of an EAGLE-3 drafter"),

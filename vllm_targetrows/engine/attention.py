@@ -26,6 +26,8 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
+from vllm_targetrows.engine.compiled import njit
+from vllm_targetrows.engine.host_steps import HostSteps
 from vllm_targetrows.engine.scratch import BlockCopier
 from vllm_targetrows.engine.steps import Steps, TorchSteps
 
@@ -92,6 +94,7 @@ class TreeStep:
     ``V`` virtual sequences, ``P`` paths in scratch blocks, ``W`` writes, ``R`` requests, ``N`` nodes of all trees.
     """
 
+    nodes: Nodes  # those that fit the scratch blocks
     query_start: np.ndarray  # int32 [V + 1]
     seq_lens: np.ndarray  # int32 [V]
     block_table: np.ndarray  # int32 [V, blocks]
@@ -99,7 +102,6 @@ class TreeStep:
     write_slots: np.ndarray  # int64 [W] slot it is written to
     copy_source: np.ndarray  # int64 [C] context blocks, copied to ...
     copy_destination: np.ndarray  # int64 [C] ... scratch blocks before the pass
-    nodes: Nodes  # those that fit the scratch blocks
     path_of_node: np.ndarray  # int64 [R, B + 1] path (row of path_blocks) that holds the root / node, -1 = in place
     path_blocks: np.ndarray  # int64 [P, tail] scratch blocks of a path, -1 = none
     first_block: np.ndarray  # int64 [R] column of the block table that the scratch blocks replace
@@ -153,92 +155,128 @@ def plan_tree_step(
         scratch: int64 ``[S]`` numbers of the scratch blocks, shared evenly by the requests with a tree.  Paths that do
             not fit are left out, with all behind them: a prefix of the preorder stays, which is again a tree.
     """
-    requests = len(sizes)
-    arange = np.arange
-    begin = np.cumsum(scheduled) - scheduled  # first row of each request
-    before = scheduled - drafts  # tokens up to and including the root
-    root = computed + before - 1  # position of the root
-    column = computed // block_size  # first block that is not wholly computed
+    arrays = (parents, sizes, computed, scheduled, drafts, block_table, scratch)
+    parents, sizes, computed, scheduled, drafts, block_table, scratch = map(np.ascontiguousarray, arrays)
+    parts = _lay_out(parents, sizes, computed, scheduled, drafts, block_table, block_size, scratch)
+    node_arrays, rest = parts[:4], parts[4:]
+    return TreeStep(Nodes(*node_arrays), *rest)
 
-    # The nodes of all trees, one after the other, and the runs that they form.
-    node_request, node_index, node_parent = flat_nodes(parents, sizes)
-    parent = parents[node_request, node_index]
-    depth = depths(node_parent)
-    first = np.flatnonzero((node_index == 0) | (parent != node_index - 1))
-    length = np.diff(np.append(first, len(node_index)))
-    last = first + length - 1
-    run_request = node_request[first]
-    in_place = node_index[first] == 0
-    needed = np.where(in_place, 0, (root[run_request] + depth[last]) // block_size - column[run_request] + 1)
 
-    # Keep the runs whose scratch blocks fit each request's share.
-    share = len(scratch) // max(int((sizes > 0).sum()), 1)
-    running = np.cumsum(needed)
-    of_earlier_requests = (running - needed)[np.searchsorted(run_request, run_request)]
-    kept = running - of_earlier_requests <= share
-    node_kept = np.repeat(kept, length)
-    sizes = np.bincount(node_request[node_kept], minlength=requests)
-    moved = np.flatnonzero(kept & ~in_place)
-    needed, run_request_moved = needed[moved], run_request[moved]
-    path_blocks = np.full((len(moved), max(needed, default=1)), -1, dtype=np.int64)
-    used = arange(path_blocks.shape[1])[None, :] < needed[:, None]
-    path_blocks[used] = scratch[: int(needed.sum())]
+@njit(cache=True)
+def _lay_out(parents, sizes, computed, scheduled, drafts, block_table, block_size, scratch):
+    """``plan_tree_step`` in loops: the fields of ``Nodes``, then those of ``TreeStep``."""
+    requests, nodes = len(sizes), sizes.sum()
+    share = len(scratch) // max((sizes > 0).sum(), 1)
+    most = 2 * requests + nodes  # virtual sequences
+    query_start, seq_lens = np.zeros(most + 1, np.int32), np.empty(most, np.int32)
+    tables = np.zeros((most, block_table.shape[1]), block_table.dtype)
+    most = scheduled.sum()
+    for r in range(requests):
+        most += sizes[r] * (scheduled[r] - drafts[r] + sizes[r])
+    write_rows, write_slots = np.empty(most, np.int64), np.empty(most, np.int64)
+    tail = 0
+    copy_source, copy_destination = np.empty(nodes, np.int64), np.empty(nodes, np.int64)
+    node_rows, node_depth, node_request = (
+        np.empty(nodes, np.int64),
+        np.empty(nodes, np.int64),
+        np.empty(nodes, np.int64),
+    )
+    kept_sizes = np.zeros(requests, np.int64)
+    path_of_node = np.full((requests, parents.shape[1] + 1), -1)
+    first_scratch = np.empty(nodes + 1, np.int64)  # of each path
+    first_block = computed // block_size
+    depth = np.empty(parents.shape[1], np.int64)
+    sequences, writes, copies, paths, used, kept = 0, 0, 0, 0, 0, 0
+    begin = 0
+    for r in range(requests):
+        before = scheduled[r] - drafts[r]  # tokens up to and including the root
+        root = computed[r] + before - 1  # position of the root
+        column, table = first_block[r], block_table[r]
+        for node in range(sizes[r]):
+            depth[node] = 1 if parents[r, node] < 0 else depth[parents[r, node]] + 1
 
-    # Virtual sequences: each request's own, then its paths in scratch blocks, then its ignored tokens.
-    nodes_in_place = np.bincount(run_request[kept & in_place], weights=length[kept & in_place], minlength=requests)
-    nodes_in_place = nodes_in_place.astype(np.int64)
-    ignored = drafts - sizes
-    idle = np.flatnonzero(ignored)
-    request = np.concatenate((arange(requests), run_request_moved, idle))
-    kind = np.repeat((0, 1, 2), (requests, len(moved), len(idle)))
-    order = np.lexsort((kind, request))  # stable: paths keep their order
-    queries = np.concatenate((before + nodes_in_place, length[moved], ignored[idle]))
-    path_end = root[run_request_moved] + depth[last[moved]]
-    seq_lens = np.concatenate((root + 1 + nodes_in_place, path_end + 1, ignored[idle]))
-    table = block_table[request].copy()
-    path_row = requests + np.repeat(arange(len(moved)), needed)
-    table[path_row, column[request[path_row]] + ramp(needed)] = path_blocks[used]
-    table[requests + len(moved) :] = 0  # ignored tokens read block 0, and nobody reads them
+        # The request's own sequence goes on into the tree's first run.
+        first = 0
+        while first < sizes[r] and parents[r, first] == first - 1:
+            first += 1
+        for i in range(before + first):
+            position = computed[r] + i
+            write_rows[writes] = begin + i
+            write_slots[writes] = table[position // block_size] * block_size + position % block_size
+            writes += 1
+        tables[sequences] = table
+        seq_lens[sequences] = root + 1 + first
+        query_start[sequences + 1] = query_start[sequences] + before + first
+        sequences += 1
 
-    # Writes: into the request's own blocks, then each path into its scratch blocks.
-    own = before + nodes_in_place
-    own_request, own_index = np.repeat(arange(requests), own), ramp(own)
-    own_position = computed[own_request] + own_index
-    node_row = (begin + before)[node_request] + node_index
-    node_position = root[node_request] + depth
-    before_path = before[run_request_moved]
-    path, index = np.repeat(arange(len(moved)), before_path), ramp(before_path)
-    paths, rows = [path], [begin[run_request_moved[path]] + index]
-    positions = [computed[run_request_moved[path]] + index]
-    path, node = arange(len(moved)), last[moved]
-    while len(node):  # from the leaves up, one level at a time
-        paths.append(path)
-        rows.append(node_row[node])
-        positions.append(node_position[node])
-        path, node = path[node_parent[node] >= 0], node_parent[node][node_parent[node] >= 0]
-    path, row, position = np.concatenate(paths), np.concatenate(rows), np.concatenate(positions)
-    path_block = path_blocks[path, position // block_size - column[run_request_moved[path]]]
-    own_block = block_table[own_request, own_position // block_size].astype(np.int64)
-    copied = computed[run_request_moved] % block_size > 0
+        # Every further run ends a path in scratch blocks, which get the context's last block and the whole path.
+        end_of_share = used + share
+        while first < sizes[r]:
+            last = first
+            while last + 1 < sizes[r] and parents[r, last + 1] == last:
+                last += 1
+            end = root + depth[last]
+            needed = end // block_size - column + 1
+            if used + needed > end_of_share:
+                break
+            tables[sequences] = table
+            tables[sequences, column : column + needed] = scratch[used : used + needed]
+            seq_lens[sequences] = end + 1
+            query_start[sequences + 1] = query_start[sequences] + last - first + 1
+            if computed[r] % block_size:
+                copy_source[copies], copy_destination[copies] = table[column], scratch[used]
+                copies += 1
+            for i in range(before):
+                position = computed[r] + i
+                write_rows[writes] = begin + i
+                write_slots[writes] = tables[sequences, position // block_size] * block_size + position % block_size
+                writes += 1
+            node = last
+            while node >= 0:
+                position = root + depth[node]
+                write_rows[writes] = begin + before + node
+                write_slots[writes] = tables[sequences, position // block_size] * block_size + position % block_size
+                writes += 1
+                node = parents[r, node]
+            path_of_node[r, first + 1 : last + 2] = paths
+            first_scratch[paths] = used
+            tail = max(tail, needed)
+            paths += 1
+            used += needed
+            sequences += 1
+            first = last + 1
 
-    path_of_node = np.full((requests, parents.shape[1] + 1), -1, dtype=np.int64)
-    moved_node = np.repeat(moved, length[moved])
-    node = first[moved_node] + ramp(length[moved])
-    path_of_node[node_request[node], node_index[node] + 1] = np.repeat(arange(len(moved)), length[moved])
-    return TreeStep(
-        query_start=np.concatenate(([0], np.cumsum(queries[order]))).astype(np.int32),
-        seq_lens=seq_lens[order].astype(np.int32),
-        block_table=table[order],
-        write_rows=np.concatenate((begin[own_request] + own_index, row)),
-        write_slots=np.concatenate(
-            (own_block * block_size + own_position % block_size, path_block * block_size + position % block_size)
-        ),
-        copy_source=block_table[run_request_moved, column[run_request_moved]][copied].astype(np.int64),
-        copy_destination=path_blocks[copied, 0],
-        nodes=Nodes(node_row[node_kept], depth[node_kept], node_request[node_kept], sizes),
-        path_of_node=path_of_node,
-        path_blocks=path_blocks,
-        first_block=column.astype(np.int64),
+        # Tokens without a node read block 0, and nobody reads them.
+        for node in range(first):
+            node_rows[kept], node_depth[kept], node_request[kept] = begin + before + node, depth[node], r
+            kept += 1
+        kept_sizes[r] = first
+        if drafts[r] > first:
+            seq_lens[sequences] = drafts[r] - first
+            query_start[sequences + 1] = query_start[sequences] + drafts[r] - first
+            sequences += 1
+        begin += scheduled[r]
+
+    first_scratch[paths] = used
+    path_blocks = np.full((paths, tail), -1)
+    for p in range(paths):
+        blocks = scratch[first_scratch[p] : first_scratch[p + 1]]
+        path_blocks[p, : len(blocks)] = blocks
+    return (
+        node_rows[:kept],
+        node_depth[:kept],
+        node_request[:kept],
+        kept_sizes,
+        query_start[: sequences + 1],
+        seq_lens[:sequences],
+        tables[:sequences],
+        write_rows[:writes],
+        write_slots[:writes],
+        copy_source[:copies],
+        copy_destination[:copies],
+        path_of_node,
+        path_blocks,
+        first_block,
     )
 
 
@@ -299,7 +337,7 @@ class VirtualSequences:
     """
 
     def __init__(self, kv_caches: list[torch.Tensor], scratch: np.ndarray, block_size: int) -> None:
-        self.steps: Steps = TorchSteps()
+        self.steps: Steps = HostSteps() if kv_caches[0].device.type == "cpu" else TorchSteps()
         self._copier = BlockCopier(kv_caches)
         self._scratch = scratch
         self._block_size = block_size
@@ -315,7 +353,7 @@ class VirtualSequences:
         block_table: np.ndarray,
     ) -> TreeStep:
         step = plan_tree_step(parents, sizes, computed, scheduled, drafts, block_table, self._block_size, self._scratch)
-        self._copy(step.copy_source, step.copy_destination)
+        self._copier.copy_apart(step.copy_source, step.copy_destination)
         return step
 
     def metadata(
@@ -333,12 +371,9 @@ class VirtualSequences:
 
     def commit(self, step: TreeStep, accepted: Accepted) -> None:
         last_position = accepted.root_position + accepted.length
-        self._copy(
+        self._copier.copy_apart(
             *step.commit_blocks(accepted.request, accepted.exit, last_position, accepted.block_table, self._block_size)
         )
-
-    def _copy(self, source: np.ndarray, destination: np.ndarray) -> None:
-        self._copier.copy(*(torch.from_numpy(blocks).to(self._device) for blocks in (source, destination)))
 
 
 class TreeCPUAttentionImpl(TreeWrites, CPUAttentionBackendImpl):

@@ -108,6 +108,30 @@ def register_attention_backends() -> None:
         register_backend(AttentionBackendEnum[name], backend)
 
 
+def shield_llvmlite() -> None:
+    """Let vLLM look through the modules of a process that has imported numba.
+
+    On the CPU a worker of vLLM 0.32 asks every global of every module for its ``__dict__``.  llvmlite's library object
+    answers any such question with a foreign function, on which the worker dies: the second engine in a process could
+    not start.  Afterwards the object knows no special names.
+    """
+    from llvmlite.binding import ffi
+
+    library = type(ffi.lib)
+    stock = library.__getattr__
+    if getattr(stock, _WRAPPED, False):
+        return
+
+    @functools.wraps(stock)
+    def getattr_(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stock(self, name)
+
+    setattr(getattr_, _WRAPPED, True)
+    library.__getattr__ = getattr_
+
+
 def tree_layout(backend: type) -> Any:
     """How ``backend`` lays trees out.
 

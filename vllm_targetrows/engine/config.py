@@ -41,6 +41,8 @@ class TargetRowsConfig(BaseModel):
     """``k``: children of a node and frontier nodes of a level while the pool grows."""
     tree_depth: int = Field(default=8, ge=1, description="an integer of at least 1")
     """Levels of the pool."""
+    tree_min_probability: float = Field(default=0.0, ge=0, lt=1, description="a number from 0 to below 1")
+    """Nodes whose path is less likely than this by the drafter's rows are neither extended nor verified."""
     root_row: Literal["separate"] = Field(default="separate", description="'separate'")
     """Where the root row comes from: ``separate`` is a target pass of its own over the continuations."""
 

@@ -10,18 +10,22 @@ frontier is chosen, the blocks of the chosen parents are copied, so a path moves
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
+from vllm_targetrows.engine.config import TargetRowsConfig
 from vllm_targetrows.engine.scratch import BlockCopier, tail_blocks
 from vllm_targetrows.engine.statistics import RoundStatistics
 from vllm_targetrows.engine.steps import Frontier, Level, Steps
-from vllm_targetrows.trees import Pool
+from vllm_targetrows.selection import NEVER
+from vllm_targetrows.trees import Pool, concatenated
 
 
 class Eagle3Drafter:
@@ -30,8 +34,7 @@ class Eagle3Drafter:
     Args:
         proposer: vLLM's own proposer; its model, attention groups and layer names are used, its ``propose`` is not.
         vllm_config: the engine's configuration.
-        topk: ``k``, children of a node and frontier nodes of a level.
-        depth: levels of the pool.
+        options: the method's options.
         block_size: tokens in a KV block.
         scratch: int64 ``[S]`` numbers of the scratch blocks.
         copier: copies blocks of the drafter's layers.
@@ -43,10 +46,9 @@ class Eagle3Drafter:
         self,
         proposer: EagleProposer,
         vllm_config: VllmConfig,
-        topk: int,
-        depth: int,
+        options: TargetRowsConfig,
         block_size: int,
-        scratch: torch.Tensor,
+        scratch: np.ndarray,
         copier: BlockCopier,
         statistics: RoundStatistics,
         steps: Steps,
@@ -54,8 +56,9 @@ class Eagle3Drafter:
         self.steps = steps
         self.proposer = proposer
         self.vllm_config = vllm_config
-        self.topk = topk
-        self.depth = depth
+        self.options = options
+        self.topk, self.depth = topk, depth = options.tree_topk, options.tree_depth
+        self.floor = math.log(options.tree_min_probability) if options.tree_min_probability else NEVER
         self.block_size = block_size
         self.copier = copier
         self.statistics = statistics
@@ -70,24 +73,29 @@ class Eagle3Drafter:
             self.target_token = self.target_token + offsets.to(self.device)
         self.tail = tail_blocks(block_size, max(depth - 1, 1))
         self.at_once = len(scratch) // (topk * self.tail)  # requests whose pools fit the scratch blocks together
-        self.scratch = scratch[: self.at_once * topk * self.tail].view(-1, topk, self.tail)
+        self.scratch = scratch[: self.at_once * topk * self.tail].reshape(-1, topk, self.tail)
 
     @staticmethod
     def scratch_blocks(topk: int, depth: int, block_size: int) -> int:
         """Scratch blocks that one request's pool needs."""
         return topk * tail_blocks(block_size, max(depth - 1, 1))
 
-    def features(self, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None) -> torch.Tensor:
-        """The target's features of every row, ``[rows, drafter hidden size]``."""
-        raw = hidden_states if aux_hidden_states is None else torch.cat(aux_hidden_states, dim=-1)
-        return self.model.combine_hidden_states(raw)
+    def features(
+        self, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """The target's features, ``[n, drafter hidden size]``, of the pass's ``rows`` (int64 ``[n]``)."""
+        layers = [hidden_states] if aux_hidden_states is None else aux_hidden_states
+        raw = torch.cat([states.index_select(0, rows) for states in layers], dim=-1)
+        with self.statistics.forward("draft"):
+            return self.model.combine_hidden_states(raw)
 
     def catch_up(
         self,
         features: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        query_start: torch.Tensor,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        counts: np.ndarray,
         block_table: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the committed tokens' features: one causal pass over the requests' newest positions.
@@ -96,46 +104,45 @@ class Eagle3Drafter:
             features: ``[rows, hidden]`` the target's feature at each position.
             tokens: int64 ``[rows]`` the token *after* each position.
             positions: int64 ``[rows]``.
-            query_start: int32 ``[R + 1]`` on the host, first row of each request.
+            slots: int64 ``[rows]`` KV slot of each position.
+            counts: int64 ``[R]`` rows of each request, at least 1; a request's rows follow each other.
             block_table: int32 ``[R, blocks]``.
 
         Returns:
             The last row of each request, ``([R, hidden], [R, hidden])``: the state for the output head and the one to
             feed on.
         """
-        last = query_start[1:].to(self.device, torch.int64) - 1
-        request = torch.repeat_interleave(
-            torch.arange(len(last), device=self.device), (query_start[1:] - query_start[:-1]).to(self.device)
-        )
-        slots = self._slots(block_table[request].gather(1, (positions // self.block_size)[:, None])[:, 0], positions)
+        end = np.cumsum(counts)
+        query_start = torch.from_numpy(np.append(0, end).astype(np.int32))
         metadata = CommonAttentionMetadata(
             query_start_loc=query_start.to(self.device),
             query_start_loc_cpu=query_start,
-            seq_lens=(positions[last] + 1).int(),
-            num_reqs=len(last),
+            seq_lens=self.to_device((positions[end - 1] + 1).astype(np.int32)),
+            num_reqs=len(counts),
             num_actual_tokens=len(tokens),
-            max_query_len=int((query_start[1:] - query_start[:-1]).max()),
+            max_query_len=int(counts.max()),
             max_seq_len=int(positions.max()) + 1,
             block_table_tensor=block_table,
-            slot_mapping=slots,
+            slot_mapping=self.to_device(slots),
             causal=True,
-            positions=positions,
+            positions=self.to_device(positions),
         )
-        head_state, state = self._forward(tokens, positions, features, metadata, draft_index=0)
+        head_state, state = self.forward(self.to_device(tokens), features, metadata, draft_index=0)
+        last = self.to_device(end - 1)
         return head_state[last], state[last]
 
     def grow(
-        self, head_state: torch.Tensor, state: torch.Tensor, position: torch.Tensor, block_table: torch.Tensor
+        self, head_state: torch.Tensor, state: torch.Tensor, position: np.ndarray, block_table: np.ndarray
     ) -> Pool:
         """Grow one pool per request below its continuation.
 
         Args:
             head_state, state: ``[R, hidden]`` from ``catch_up``.
             position: int64 ``[R]`` the position that ``catch_up`` read last (the continuation's minus one).
-            block_table: int32 ``[R, blocks]``.
+            block_table: int32 ``[R, blocks]`` on the host.
 
         Returns:
-            Pools of ``k + (depth - 1) * k ** 2`` nodes.
+            Pools of ``k + (depth - 1) * k ** 2`` nodes, or of fewer levels where deeper ones would not be selected.
         """
         parts = [
             self._grow(
@@ -148,31 +155,48 @@ class Eagle3Drafter:
         ]
         if len(parts) == 1:
             return parts[0]
-        fields = ("tokens", "parents", "depth", "score", "branch")
-        return Pool(**{f: torch.cat([getattr(p, f) for p in parts]) for f in fields}, width=self.topk)
+        return concatenated(parts)
 
-    def _grow(self, head_state: torch.Tensor, state: torch.Tensor, position: torch.Tensor, table: torch.Tensor) -> Pool:
+    def _grow(self, head_state: torch.Tensor, state: torch.Tensor, position: np.ndarray, table: np.ndarray) -> Pool:
         requests, k = len(position), self.topk
         log_q, token = self._children(head_state)  # [R, k]
-        index = torch.arange(k, device=self.device).expand(requests, k)
+        index = torch.arange(k, device=self.device).repeat(requests, 1)
         levels = [Level(token, torch.full_like(token, -1), torch.ones_like(token), log_q, index)]
-        frontier, frontier_state = Frontier(token, log_q, index, index, index), state[:, None].expand(-1, k, -1)
-        if self.depth > 1:
-            paths = _Paths(self, position, table)
+        frontier, states = Frontier(token, log_q, index, index, index), state[:, None].expand(-1, k, -1)
         for depth in range(2, self.depth + 1):
-            head_state, new_state = paths.forward(frontier.token, frontier_state, depth - 2)
+            if not self._worth_growing(levels, frontier):
+                break
+            if depth == 2:
+                paths = _Paths(self, position, table)
+            else:  # Paths and states follow the chosen nodes.
+                paths.follow(frontier.parent, depth - 2)
+                states = states.gather(1, frontier.parent[:, :, None].expand(-1, -1, states.shape[-1]))
+            head_state, new_state = paths.forward(frontier.token, states, depth - 2)
+            states = new_state.view(requests, k, -1)
             log_q, token = (part.view(requests, k, k) for part in self._children(head_state))
             level, frontier = self.steps.expand(log_q, token, frontier, k + (depth - 2) * k * k, depth)
             levels.append(level)
-            if depth == self.depth:
-                break
-            # Paths and states follow the chosen nodes.
-            paths.follow(frontier.parent, depth - 1)
-            frontier_state = new_state.view(requests, k, -1).gather(
-                1, frontier.parent[:, :, None].expand(-1, -1, new_state.shape[-1])
-            )
         tokens, parents, depths, score, branch = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        if self.floor > NEVER:
+            # A root row may find a node of the first level likely; the drafter alone has only its own word.
+            own = score if self.options.selection == "draft" else score[:, k:]
+            own.masked_fill_(own < self.floor, NEVER)
         return Pool(tokens=tokens, parents=parents, depth=depths, score=score, branch=branch, width=k)
+
+    def _worth_growing(self, levels: list[Level], frontier: Frontier) -> bool:
+        """Whether a node below the frontier could be selected; none scores more than the frontier's best."""
+        if self.device.type != "cpu":
+            return True  # the look would make the host wait for the device
+        budget = self.options.num_speculative_tokens
+        # Of equal scores the shallower node wins, so B nodes as good as the frontier's best leave no room.
+        full = self.options.selection in ("draft", "pearl") and self.topk + (len(levels) - 1) * self.topk**2 >= budget
+        if self.floor == NEVER and not full:
+            return True
+        best = frontier.score[:, 0]
+        growing = best >= self.floor
+        if full:
+            growing &= best > torch.cat([level.score for level in levels], dim=1).topk(budget, dim=1).values[:, -1]
+        return bool(growing.any())
 
     def _children(self, head_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest children by the drafter's rows: ``log q`` and target tokens, ``([n, k], [n, k])``."""
@@ -180,19 +204,15 @@ class Eagle3Drafter:
             logits = self.model.logits_processor(self.model.lm_head, head_state)
         return self.steps.children(logits, self.topk, self.target_token)
 
-    def _slots(self, block: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return block.to(torch.int64) * self.block_size + position % self.block_size
-
-    def _forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        states: torch.Tensor,
-        metadata: CommonAttentionMetadata,
-        draft_index: int,
+    def forward(
+        self, tokens: torch.Tensor, states: torch.Tensor, metadata: CommonAttentionMetadata, draft_index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the drafter: the states for the output head and those to feed on."""
         _, per_layer = self.proposer.build_per_group_and_layer_attn_metadata(metadata, draft_index)
-        slots = {name: metadata.slot_mapping for name in self.proposer._draft_attn_layer_names}
+        slots = dict.fromkeys(self.proposer._draft_attn_layer_names, metadata.slot_mapping)
+        positions = metadata.positions
+        if metadata.max_seq_len - 1 > self.last_position:
+            positions = positions.clamp(max=self.last_position)
         with (
             self.statistics.forward("draft"),
             set_forward_context(per_layer, self.vllm_config, num_tokens=len(tokens), slot_mapping=slots),
@@ -200,58 +220,64 @@ class Eagle3Drafter:
             # vLLM's compiled graphs check no strides: anything but contiguous inputs would be misread in silence.
             return self.model(
                 input_ids=tokens.int().contiguous(),
-                positions=positions.clamp(max=self.last_position).contiguous(),
+                positions=positions.contiguous(),
                 hidden_states=states.contiguous(),
                 inputs_embeds=None,
             )
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
 
 class _Paths:
     """The frontier's paths in scratch blocks while one group of requests grows its pools."""
 
-    def __init__(self, drafter: Eagle3Drafter, position: torch.Tensor, table: torch.Tensor) -> None:
+    def __init__(self, drafter: Eagle3Drafter, position: np.ndarray, table: np.ndarray) -> None:
         requests, k, tail, size = len(position), drafter.topk, drafter.tail, drafter.block_size
+        scratch = drafter.scratch[:requests]  # [R, k, tail]
+        start = position + 1  # position of the first path entry
+        column = start // size  # of the block table; the scratch blocks replace the blocks from here on
+        columns = column[:, None] + np.arange(tail)
+        virtual = np.zeros((requests, k, max(table.shape[1], columns.max() + 1)), dtype=table.dtype)
+        virtual[:, :, : table.shape[1]] = table[:, None]
+        request = np.arange(requests)
+        virtual[request[:, None, None], np.arange(k)[:, None], columns[:, None]] = scratch
+        positions = start + np.arange(max(drafter.depth - 1, 1))[:, None]  # [entry, R]
+        block = scratch[request, :, positions // size - column]  # [entry, R, k]
+        slots = block * size + (positions % size)[:, :, None]
         self.drafter = drafter
-        self.scratch = drafter.scratch[:requests]  # [R, k, tail]
-        self.start = position + 1  # position of the first path entry
-        column = self.start // size
-        columns = column[:, None] + torch.arange(tail, device=position.device)
-        width = int(columns.max()) + 1
-        padded = torch.nn.functional.pad(table, (0, max(0, width - table.shape[1])))[:, :width]
-        self.first_column = column
-        virtual = padded[:, None].expand(-1, k, -1).clone()
-        virtual.scatter_(2, columns[:, None].expand(-1, k, -1), self.scratch.to(virtual.dtype))
-        self.table = virtual.view(requests * k, width)
+        self.table = drafter.to_device(virtual.reshape(requests * k, -1))
         self.query_start = torch.arange(requests * k + 1, dtype=torch.int32)
+        self.last_block = ((positions // size) - column).max(axis=1)  # [entry]
+        self.longest = positions.max(axis=1) + 1
+        self.positions = drafter.to_device(np.repeat(positions, k, axis=1))  # [entry, R * k]
+        self.seq_lens = (self.positions + 1).int()
+        self.slots = drafter.to_device(slots.reshape(len(slots), -1))
+        self.scratch = drafter.to_device(scratch)
         # Each path starts with a copy of the context's last, partly filled block.
-        source = padded.gather(1, column[:, None]).to(torch.int64).expand(-1, k)
-        drafter.copier.copy(source.reshape(-1), self.scratch[:, :, 0].reshape(-1))
+        source = np.repeat(table[request, np.minimum(column, table.shape[1] - 1)].astype(np.int64), k)
+        drafter.copier.copy_apart(source, scratch[:, :, 0].ravel())
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the frontier's tokens, ``[R, k]`` with states ``[R, k, hidden]``, at path entry ``step``."""
-        drafter, k = self.drafter, self.drafter.topk
-        position = self.start + step
-        column = position // drafter.block_size - self.first_column
-        block = self.scratch.gather(2, column[:, None, None].expand(-1, k, 1)).view(-1)
-        positions = position.repeat_interleave(k)
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor, entry: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the frontier's tokens, ``[R, k]`` with states ``[R, k, hidden]``, as the paths' next ``entry``."""
+        rows = tokens.numel()
         metadata = CommonAttentionMetadata(
-            query_start_loc=self.query_start.to(drafter.device),
+            query_start_loc=self.query_start.to(self.drafter.device),
             query_start_loc_cpu=self.query_start,
-            seq_lens=(positions + 1).int(),
-            num_reqs=len(positions),
-            num_actual_tokens=len(positions),
+            seq_lens=self.seq_lens[entry],
+            num_reqs=rows,
+            num_actual_tokens=rows,
             max_query_len=1,
-            max_seq_len=int(position.max()) + 1,
+            max_seq_len=int(self.longest[entry]),
             block_table_tensor=self.table,
-            slot_mapping=drafter._slots(block, positions),
+            slot_mapping=self.slots[entry],
             causal=True,
-            positions=positions,
+            positions=self.positions[entry],
         )
-        return drafter._forward(tokens.reshape(-1), positions, states.reshape(len(positions), -1), metadata, step + 1)
+        return self.drafter.forward(tokens.reshape(-1), states.reshape(rows, -1), metadata, draft_index=entry + 1)
 
     def follow(self, parent: torch.Tensor, entries: int) -> None:
         """Give path ``j`` of each request the content of path ``parent[:, j]``, which has ``entries`` entries."""
-        used = int(((self.start + entries - 1) // self.drafter.block_size - self.first_column).max()) + 1
-        scratch = self.scratch[:, :, :used]
-        source = scratch.gather(1, parent[:, :, None].expand(-1, -1, used))
+        scratch = self.scratch[:, :, : int(self.last_block[entries - 1]) + 1]
+        source = scratch.gather(1, parent[:, :, None].expand_as(scratch))
         self.drafter.copier.copy(source.reshape(-1), scratch.reshape(-1))

@@ -72,6 +72,8 @@ class Batch:
 
     plan: Any  # the tree layout's; None: no request has a tree
     tree: Tree  # [R, B]
+    tokens: np.ndarray  # int64 [R, B] the tree's tokens on the host
+    sizes: np.ndarray  # int64 [R] the tree's nodes
     row_of: torch.Tensor  # int64 [R, B + 1] row of logits of the root and of each node
     begin: np.ndarray  # int64 [R] first row of each request in the step
     before: np.ndarray  # int64 [R] tokens up to and including the root
@@ -147,10 +149,9 @@ class TreeRounds(GPUModelRunner):
         self._drafter = Eagle3Drafter(
             self.drafter,
             self.vllm_config,
-            options.tree_topk,
-            options.tree_depth,
+            options,
             size,
-            self._to_device(scratch),
+            scratch,
             BlockCopier([layers[name].kv_cache for name in sorted(drafter_layers)]),
             self.round_statistics,
             self._steps,
@@ -185,11 +186,14 @@ class TreeRounds(GPUModelRunner):
         """Draw every request's exit and continuation by the exit law."""
         levels = min(self.options.tree_depth, self.options.num_speculative_tokens)
         drawn = self._steps.exits(rows, batch.tree, batch.row_of, None if chance is None else chance[:, :2], levels)
-        path = drawn.path if drawn.path.shape[1] else drawn.path.new_full((len(drawn.path), 1), -1)
-        tokens = torch.full((len(path), path.shape[1] + 2), -1, dtype=torch.int64, device=path.device)
-        tokens[:, :-2] = batch.tree.tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
-        tokens.scatter_(1, drawn.length[:, None], drawn.continuation[:, None])
-        return Verified(*(part.cpu().numpy() for part in (drawn.exit_node, path, drawn.length, tokens)))
+        exit_node, path, length, continuation = (part.cpu().numpy() for part in drawn)
+        requests = np.arange(len(length))
+        if not path.shape[1]:
+            path = np.full((len(path), 1), -1)
+        tokens = np.full((len(path), path.shape[1] + 2), -1)
+        tokens[:, :-2] = np.where(path < 0, -1, batch.tokens[requests[:, None], path])
+        tokens[requests, length] = continuation
+        return Verified(exit_node, path, length, tokens)
 
     def _commit(self, batch: Batch, verified: Verified) -> None:
         """Move the accepted paths' keys and values into the requests' own blocks, all layers at once."""
@@ -229,25 +233,20 @@ class TreeRounds(GPUModelRunner):
         tokens = np.where(next_emitted >= 0, emitted[request, np.maximum(next_emitted, 0)], own)
         positions = batch.computed[request] + index
 
-        to_device, state = self._to_device, self._step_state
+        to_device, state, block_table = self._to_device, self._step_state, self._block_table(requests)
         row_index = to_device(rows)
-        aux = state.aux_hidden_states
-        features = self._drafter.features(
-            state.hidden_states.index_select(0, row_index),
-            None if aux is None else [a.index_select(0, row_index) for a in aux],
-        )
+        features = self._drafter.features(state.hidden_states, state.aux_hidden_states, row_index)
         if carry.any():
             features[to_device(index < 0)] = torch.stack([carried[r][1] for r in np.flatnonzero(carry)])
-        query_start = torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
-        block_table = self._block_table(requests)
+        blocks = self._block_table_np()[request, positions // self._block_size].astype(np.int64)
         head_state, fed_state = self._drafter.catch_up(
-            features, to_device(tokens), to_device(positions), query_start, block_table
+            features, tokens, positions, blocks * self._block_size + positions % self._block_size, counts, block_table
         )
         if not len(growing):
             return None
-        last = to_device((batch.computed + batch.before - 1 + verified.length)[growing])
-        chosen = to_device(growing)
-        return self._drafter.grow(head_state[chosen], fed_state[chosen], last, block_table[chosen])
+        last = (batch.computed + batch.before - 1 + verified.length)[growing]
+        chosen, table = to_device(growing), self._block_table_np()[growing]
+        return self._drafter.grow(head_state[chosen], fed_state[chosen], last, table)
 
     def _root_pass(self, batch: Batch, verified: Verified, growing: np.ndarray) -> RootRows | None:
         """The target's rows at the continuations: one token per request, at the position where it will stay."""
@@ -291,7 +290,7 @@ class TreeRounds(GPUModelRunner):
             hidden, aux = output if self.use_aux_hidden_state_outputs else (output, None)
             logits = self.model.compute_logits(hidden[:n])
         rows = self._rows(logits, batch, request, verified)
-        return RootRows(request, rows, logits, self._drafter.features(hidden[:n], aux and [a[:n] for a in aux]))
+        return RootRows(request, rows, logits, self._drafter.features(hidden, aux, torch.arange(n, device=self.device)))
 
     def _select(
         self,
@@ -324,11 +323,12 @@ class TreeRounds(GPUModelRunner):
                 root_log_p = self._first_level_log_p(root.rows, pool, place)
         elif rule in ROOT_RULES:
             rule = "draft"
+        empty = "absent" if rule in DRAWING_RULES else "improbable"
         tree = self._steps.select(pool, self.options.num_speculative_tokens, rule, root_log_p, drawn, has_row)
         tokens, parents, sizes = tree.tokens.tolist(), tree.parents.cpu().numpy(), tree.size.tolist()
         for i, (r, size) in enumerate(zip(growing.tolist(), sizes, strict=True)):
             self._drafts[r] = tokens[i][:size]
-            self._proposed[req_ids[r]] = ProposedTree(self._drafts[r], parents[i, :size], None if size else "absent")
+            self._proposed[req_ids[r]] = ProposedTree(self._drafts[r], parents[i, :size], None if size else empty)
 
     def _growing(self, batch: Batch, verified: Verified) -> np.ndarray:
         """Batch rows that get a tree next; why the others do not is kept for the statistics."""
@@ -346,13 +346,16 @@ class TreeRounds(GPUModelRunner):
     def _count(self, batch: Batch, verified: Verified) -> None:
         """Add the step to the statistics; steps that end a prompt are no rounds."""
         stats, decoding = self.round_statistics, batch.decoding & batch.kept
-        sizes = batch.tree.size.cpu().numpy()
-        stats.rounds += int((decoding & (sizes > 0)).sum())
-        stats.tree_nodes += int(sizes[decoding].sum())
-        stats.accepted_tokens += int(verified.length[decoding].sum())
-        stats.emitted_tokens += int((verified.tokens[decoding] >= 0).sum())
-        for r in np.flatnonzero(decoding & (sizes == 0)):
-            stats.no_tree[batch.reasons[r] or "not_scheduled"] += 1
+        emitted = (verified.tokens >= 0).sum(axis=1)
+        for r in np.flatnonzero(decoding):
+            size = int(batch.sizes[r])
+            if size:
+                stats.rounds += 1
+            else:
+                stats.no_tree[batch.reasons[r] or "not_scheduled"] += 1
+            stats.tree_nodes += size
+            stats.accepted_tokens += int(verified.length[r])
+            stats.emitted_tokens += int(emitted[r])
 
     # ------------------------------------------------------------------ rows and draws
 
@@ -450,18 +453,18 @@ class TreeRounds(GPUModelRunner):
         drafts = np.zeros(requests, dtype=np.int64)
         sizes = np.zeros(requests, dtype=np.int64)
         for r, req_id in enumerate(req_ids):
-            tokens = spec_tokens.get(req_id)
-            if tokens:
-                drafts[r] = len(tokens)
+            scheduled_drafts = spec_tokens.get(req_id)
+            if scheduled_drafts:
+                drafts[r] = len(scheduled_drafts)
                 known = proposed[r]
-                if known is not None and known.tokens[: len(tokens)] == list(tokens):
-                    sizes[r] = len(tokens)  # the scheduler may have cut the tree short
+                if known is not None and known.tokens[: drafts[r]] == list(scheduled_drafts):
+                    sizes[r] = drafts[r]  # the scheduler may have cut the tree short
         widest = max(int(sizes.max()), 1)
         parents = np.full((requests, widest), -1, dtype=np.int64)
-        tokens_np = np.full((requests, widest), -1, dtype=np.int64)
+        tokens = np.full((requests, widest), -1, dtype=np.int64)
         for r in np.flatnonzero(sizes):
             parents[r, : sizes[r]] = proposed[r].parents[: sizes[r]]
-            tokens_np[r, : sizes[r]] = proposed[r].tokens[: sizes[r]]
+            tokens[r, : sizes[r]] = proposed[r].tokens[: sizes[r]]
         scheduled = scheduled.astype(np.int64)
         computed = self.input_batch.num_computed_tokens_cpu[:requests].astype(np.int64)
         begin, before = np.cumsum(scheduled) - scheduled, scheduled - drafts
@@ -473,7 +476,7 @@ class TreeRounds(GPUModelRunner):
             nodes = plan.nodes
             sizes = nodes.sizes
             beyond = np.arange(widest)[None, :] >= sizes[:, None]
-            parents[beyond], tokens_np[beyond] = -1, -1
+            parents[beyond], tokens[beyond] = -1, -1
             depth[~beyond] = nodes.depth
             root_position = (computed + before - 1)[nodes.request]
             self.positions[to_device(nodes.rows)] = to_device(root_position + nodes.depth)
@@ -484,7 +487,9 @@ class TreeRounds(GPUModelRunner):
         row_of = np.minimum(rows_before[:, None] + np.arange(widest + 1)[None, :], last_row)
         return Batch(
             plan=plan,
-            tree=Tree(to_device(tokens_np), to_device(parents), to_device(depth), to_device(sizes)),
+            tree=Tree(to_device(tokens), to_device(parents), to_device(depth), to_device(sizes)),
+            tokens=tokens,
+            sizes=sizes,
             row_of=to_device(row_of),
             begin=begin,
             before=before,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 
+import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -77,6 +78,18 @@ class BlockCopier:
             return
         for stack in self._stacks:
             stack.index_copy_(1, destination, stack.index_select(1, source))
+
+    def copy_apart(self, source: np.ndarray, destination: np.ndarray) -> None:
+        """As ``copy``, with block numbers from the host, none of which is in both lists.
+
+        On a CPU that saves the detour: copied one by one, the blocks are read and written once, and in order.
+        """
+        if self._stacks[0].device.type == "cpu":
+            for stack in self._stacks:
+                for origin, copy in zip(source.tolist(), destination.tolist(), strict=True):
+                    stack.select(1, copy).copy_(stack.select(1, origin))
+        else:
+            self.copy(*(torch.from_numpy(blocks).to(self._stacks[0].device) for blocks in (source, destination)))
 
 
 def _groups_of_equal_stride(kv_caches: list[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -93,9 +93,8 @@ class TorchSteps:
     """``Steps`` in torch."""
 
     def children(self, logits: Tensor, k: int, target_token: Tensor) -> tuple[Tensor, Tensor]:
-        logits = logits.float()
-        best, child = logits.topk(k, dim=-1)
-        return best - logits.logsumexp(dim=-1, keepdim=True), target_token[child]
+        log_q, child = logits.float().log_softmax(dim=-1).topk(k, dim=-1)
+        return log_q, target_token[child]
 
     def expand(self, log_q: Tensor, token: Tensor, frontier: Frontier, base: int, depth: int) -> tuple[Level, Frontier]:
         requests, k, _ = log_q.shape
