@@ -342,6 +342,10 @@ class VirtualSequences:
         self._scratch = scratch
         self._block_size = block_size
         self._device = kv_caches[0].device
+        # Compile the layout's loops now: the first request shall not wait for it.
+        one = np.ones(1, dtype=np.int64)
+        table = np.zeros((1, 1), dtype=np.int32)
+        plan_tree_step(-one[None], one, one - 1, one + one, one, table, block_size, scratch[:1])
 
     def plan(
         self,

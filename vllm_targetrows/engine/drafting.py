@@ -20,6 +20,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
+from vllm_targetrows.engine.compiled import njit
 from vllm_targetrows.engine.config import TargetRowsConfig
 from vllm_targetrows.engine.scratch import BlockCopier, tail_blocks
 from vllm_targetrows.engine.statistics import RoundStatistics
@@ -74,6 +75,15 @@ class Eagle3Drafter:
         self.tail = tail_blocks(block_size, max(depth - 1, 1))
         self.at_once = len(scratch) // (topk * self.tail)  # requests whose pools fit the scratch blocks together
         self.scratch = scratch[: self.at_once * topk * self.tail].reshape(-1, topk, self.tail)
+
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile the loops now: the first request shall not wait for it."""
+        one, table = np.ones(1, dtype=np.int64), np.ones((1, 1), dtype=np.int32)
+        steps = (one, one, one, one > 1, one[None], one - 1, one[None], one, table[0])
+        committed_tokens(*steps, np.ones((1, 2), dtype=np.int32), 2)
+        _path_layout(one, table, self.block_size, self.scratch[:1], self.depth)
 
     @staticmethod
     def scratch_blocks(topk: int, depth: int, block_size: int) -> int:
@@ -229,34 +239,95 @@ class Eagle3Drafter:
         return torch.from_numpy(array).to(self.device)
 
 
+@njit(cache=True)
+def committed_tokens(
+    begin, before, computed, carry, path, length, emitted, next_token, input_ids, block_table, block_size
+):
+    """What the drafter reads after a step: every newly committed position and the token behind it.
+
+    Args:
+        begin, before, computed: int64 ``[R]`` first row of each request in the step, its tokens up to the root, and its
+            tokens computed before the step.
+        carry: bool ``[R]`` whether the position before the step's first one is read as well.
+        path, length: int64 ``[R, D]`` and ``[R]`` the accepted nodes.
+        emitted: int64 ``[R, D + 2]`` accepted tokens, then the continuation.
+        next_token: int64 ``[R]`` the token behind the step's own ones.
+        input_ids: int32 the step's tokens.
+        block_table: int32 ``[R, blocks]``.
+        block_size: tokens in a block.
+
+    Returns:
+        int64 ``[n]`` each: row of the target's pass (any row for a carried position), token behind the position,
+        position, KV slot; and int64 ``[R]`` how many of them each request has.
+    """
+    counts = carry + before + length
+    rows, tokens, positions, slots = np.empty((4, counts.sum()), np.int64)
+    at = 0
+    for r in range(len(counts)):
+        own = before[r]
+        for i in range(-1 if carry[r] else 0, own + length[r]):  # -1: the carried position
+            accepted = i - own
+            rows[at] = begin[r] + (max(i, 0) if accepted < 0 else own + path[r, accepted])
+            if accepted < -1:
+                tokens[at] = input_ids[begin[r] + i + 1]
+            else:
+                tokens[at] = next_token[r] if accepted == -1 else emitted[r, accepted + 1]
+            position = computed[r] + i
+            positions[at] = position
+            slots[at] = block_table[r, position // block_size] * block_size + position % block_size
+            at += 1
+    return rows, tokens, positions, slots, counts
+
+
+@njit(cache=True)
+def _path_layout(position, block_table, block_size, scratch, depth):
+    """Where the frontier's paths lie: ``k`` virtual sequences for each of ``R`` requests, whose entries follow the
+    context.
+
+    Returns:
+        block tables ``[R * k, blocks]``; positions, lengths and KV slots of each path entry ``[depth - 1, R * k]``; of
+        each entry the longest sequence and the last scratch block in use; the context's last block, for each path.
+    """
+    requests, k, tail = scratch.shape
+    entries = max(depth - 1, 1)
+    widest = (position.max() + 1) // block_size + tail
+    table = np.zeros((requests * k, max(widest, block_table.shape[1])), block_table.dtype)
+    positions, slots = np.empty((2, entries, requests * k), np.int64)
+    longest, last_block = np.zeros((2, entries), np.int64)
+    context = np.zeros(requests * k, np.int64)
+    for r in range(requests):
+        start = position[r] + 1  # position of the first entry
+        column = start // block_size  # the scratch blocks replace the request's own from here on
+        for path in range(r * k, r * k + k):
+            table[path, : block_table.shape[1]] = block_table[r]
+            table[path, column : column + tail] = scratch[r, path - r * k]
+            if column < block_table.shape[1]:
+                context[path] = block_table[r, column]
+            for entry in range(entries):
+                at = start + entry
+                block = at // block_size - column
+                positions[entry, path] = at
+                slots[entry, path] = scratch[r, path - r * k, block] * block_size + at % block_size
+                longest[entry] = max(longest[entry], at + 1)
+                last_block[entry] = max(last_block[entry], block)
+    return table, positions, (positions + 1).astype(np.int32), slots, longest, last_block, context
+
+
 class _Paths:
     """The frontier's paths in scratch blocks while one group of requests grows its pools."""
 
     def __init__(self, drafter: Eagle3Drafter, position: np.ndarray, table: np.ndarray) -> None:
-        requests, k, tail, size = len(position), drafter.topk, drafter.tail, drafter.block_size
-        scratch = drafter.scratch[:requests]  # [R, k, tail]
-        start = position + 1  # position of the first path entry
-        column = start // size  # of the block table; the scratch blocks replace the blocks from here on
-        columns = column[:, None] + np.arange(tail)
-        virtual = np.zeros((requests, k, max(table.shape[1], columns.max() + 1)), dtype=table.dtype)
-        virtual[:, :, : table.shape[1]] = table[:, None]
-        request = np.arange(requests)
-        virtual[request[:, None, None], np.arange(k)[:, None], columns[:, None]] = scratch
-        positions = start + np.arange(max(drafter.depth - 1, 1))[:, None]  # [entry, R]
-        block = scratch[request, :, positions // size - column]  # [entry, R, k]
-        slots = block * size + (positions % size)[:, :, None]
+        scratch = drafter.scratch[: len(position)]  # [R, k, tail]
+        table, positions, seq_lens, slots, self.longest, self.last_block, context = _path_layout(
+            position, table, drafter.block_size, scratch, drafter.depth
+        )
         self.drafter = drafter
-        self.table = drafter.to_device(virtual.reshape(requests * k, -1))
-        self.query_start = torch.arange(requests * k + 1, dtype=torch.int32)
-        self.last_block = ((positions // size) - column).max(axis=1)  # [entry]
-        self.longest = positions.max(axis=1) + 1
-        self.positions = drafter.to_device(np.repeat(positions, k, axis=1))  # [entry, R * k]
-        self.seq_lens = (self.positions + 1).int()
-        self.slots = drafter.to_device(slots.reshape(len(slots), -1))
-        self.scratch = drafter.to_device(scratch)
+        self.table, self.positions, self.seq_lens, self.slots, self.scratch = map(
+            drafter.to_device, (table, positions, seq_lens, slots, scratch)
+        )
+        self.query_start = torch.arange(len(table) + 1, dtype=torch.int32)
         # Each path starts with a copy of the context's last, partly filled block.
-        source = np.repeat(table[request, np.minimum(column, table.shape[1] - 1)].astype(np.int64), k)
-        drafter.copier.copy_apart(source, scratch[:, :, 0].ravel())
+        drafter.copier.copy_apart(context, scratch[:, :, 0].ravel())
 
     def forward(self, tokens: torch.Tensor, states: torch.Tensor, entry: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the frontier's tokens, ``[R, k]`` with states ``[R, k, hidden]``, as the paths' next ``entry``."""

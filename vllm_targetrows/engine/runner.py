@@ -24,10 +24,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_targetrows.engine.attention import Accepted, TreeLayout, ramp
+from vllm_targetrows.engine.attention import Accepted, TreeLayout
 from vllm_targetrows.engine.compat import tree_layout
 from vllm_targetrows.engine.config import TargetRowsConfig
-from vllm_targetrows.engine.drafting import Eagle3Drafter
+from vllm_targetrows.engine.drafting import Eagle3Drafter, committed_tokens
 from vllm_targetrows.engine.rows import (
     TargetRows,
     enable_builtin_processors,
@@ -217,36 +217,26 @@ class TreeRounds(GPUModelRunner):
         # A root pass left the feature of the position just before this step's first one.
         carried = [self._carried.pop(req_id, NOTHING_CARRIED) for req_id in req_ids]
         carry = np.array([position for position, _ in carried]) == batch.computed - 1
-        counts = carry + batch.before + verified.length
-        request = np.repeat(np.arange(requests), counts)
-        index = ramp(counts) - carry[request]  # -1 = the carried position, then the step's own tokens, then the path
-        node = verified.path[request, np.maximum(index - batch.before[request], 0)]
-        from_path = index >= batch.before[request]
-        rows = batch.begin[request] + np.where(from_path, batch.before[request] + node, np.maximum(index, 0))
-        # The token behind each position: the step's own next token, or one that was just emitted.
-        emitted = verified.tokens.copy()
+        # The token behind the step's last own one: the first emitted one, or the prompt's next.
+        next_token = verified.tokens[:, 0].copy()
         unfinished = np.flatnonzero(~batch.kept)
-        prompt_position = (batch.computed + batch.before)[unfinished]
-        emitted[unfinished, 0] = self.input_batch.token_ids_cpu[unfinished, prompt_position]
-        next_emitted = index - batch.before[request] + 1
-        own = self.input_ids.cpu.numpy()[np.minimum(batch.begin[request] + index + 1, self.max_num_tokens - 1)]
-        tokens = np.where(next_emitted >= 0, emitted[request, np.maximum(next_emitted, 0)], own)
-        positions = batch.computed[request] + index
-
-        to_device, state, block_table = self._to_device, self._step_state, self._block_table(requests)
-        row_index = to_device(rows)
-        features = self._drafter.features(state.hidden_states, state.aux_hidden_states, row_index)
-        if carry.any():
-            features[to_device(index < 0)] = torch.stack([carried[r][1] for r in np.flatnonzero(carry)])
-        blocks = self._block_table_np()[request, positions // self._block_size].astype(np.int64)
-        head_state, fed_state = self._drafter.catch_up(
-            features, tokens, positions, blocks * self._block_size + positions % self._block_size, counts, block_table
+        next_token[unfinished] = self.input_batch.token_ids_cpu[unfinished, (batch.computed + batch.before)[unfinished]]
+        table = self._block_table_np()
+        rows, tokens, positions, slots, counts = committed_tokens(
+            *(batch.begin, batch.before, batch.computed, carry, verified.path, verified.length, verified.tokens),
+            *(next_token, self.input_ids.cpu.numpy(), table, self._block_size),
         )
+        state, block_table = self._step_state, self._block_table(requests)
+        features = self._drafter.features(state.hidden_states, state.aux_hidden_states, self._to_device(rows))
+        if carry.any():
+            first = (np.cumsum(counts) - counts)[carry]
+            features[self._to_device(first)] = torch.stack([carried[r][1] for r in np.flatnonzero(carry)])
+        head_state, fed_state = self._drafter.catch_up(features, tokens, positions, slots, counts, block_table)
         if not len(growing):
             return None
         last = (batch.computed + batch.before - 1 + verified.length)[growing]
-        chosen, table = to_device(growing), self._block_table_np()[growing]
-        return self._drafter.grow(head_state[chosen], fed_state[chosen], last, table)
+        chosen = self._to_device(growing)
+        return self._drafter.grow(head_state[chosen], fed_state[chosen], last, table[growing])
 
     def _root_pass(self, batch: Batch, verified: Verified, growing: np.ndarray) -> RootRows | None:
         """The target's rows at the continuations: one token per request, at the position where it will stay."""
