@@ -11,6 +11,7 @@ trees.  ``TreeRounds._sample`` is the whole round; everything else here prepares
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,13 @@ class TreeRounds(GPUModelRunner):
         self._batch: Batch | None = None
         self._step_state: Any = None
         enable_builtin_processors(self)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        # The drafter's LM head may just have been dropped for the target's.  On the CPU it holds a oneDNN handle, whose
+        # destructor reads a tensor, and it is part of a reference cycle: if the garbage collector came by while
+        # torch.compile traces the target, the tensor would be read under fake mode, which kills the process.
+        gc.collect()
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Give every layer scratch blocks behind the scheduler's, then set up the drafter and the commit."""
