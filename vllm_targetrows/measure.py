@@ -29,7 +29,13 @@ from vllm_targetrows.cpu_runtime import preload_environment
 
 RULES = ("draft", "root", "root_draw", "pearl")
 #: Names of the options of our own configurations, as a table has room for them.
-_SHORT = {"B": "num_speculative_tokens", "topk": "tree_topk", "depth": "tree_depth", "min": "tree_min_probability"}
+_SHORT = {
+    "B": "num_speculative_tokens",
+    "topk": "tree_topk",
+    "depth": "tree_depth",
+    "min": "tree_min_probability",
+    "grow": "tree_grow_probability",
+}
 
 
 class EngineError(RuntimeError):

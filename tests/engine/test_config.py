@@ -22,6 +22,7 @@ def test_defaults() -> None:
         "tree_topk": 10,
         "tree_depth": 8,
         "tree_min_probability": 0.0,
+        "tree_grow_probability": 0.0,
         "root_row": "separate",
     }
     assert config.pool_size == 710
@@ -36,11 +37,12 @@ def test_every_option_is_taken_and_dashes_count_as_underscores() -> None:
             "tree-topk": 4,
             "tree-depth": 3,
             "tree-min-probability": 0.25,
+            "tree-grow-probability": 0.5,
             "root-row": "separate",
         }
     )
     assert (config.selection, config.tree_topk, config.tree_depth, config.root_row) == ("root_draw", 4, 3, "separate")
-    assert config.tree_min_probability == 0.25
+    assert (config.tree_min_probability, config.tree_grow_probability) == (0.25, 0.5)
     assert config.pool_size == 4 + 2 * 16
 
 
@@ -88,6 +90,7 @@ POOL = "allowed: tree_topk + (tree_depth - 1) * tree_topk**2 of at most 4096"
             {"tree_min_probability": -0.1},
             f"tree_min_probability=-0.1 is not allowed; allowed: {PROBABILITY}",
         ),
+        ({"tree_grow_probability": 1.5}, f"tree_grow_probability=1.5 is not allowed; allowed: {PROBABILITY}"),
         ({"root_row": "early"}, "root_row='early' is not allowed; allowed: 'separate'"),
         ({"model": ""}, "model='' is not allowed; allowed: name or folder of an EAGLE-3 drafter"),
         ({"model": 3}, "model=3 is not allowed; allowed: name or folder of an EAGLE-3 drafter"),

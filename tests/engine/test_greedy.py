@@ -80,24 +80,33 @@ def test_tiny_model_writes_what_plain_vllm_writes(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("rule", "least"), [("draft", 0.25), ("root_draw", 0.1)])
+@pytest.mark.parametrize(
+    ("rule", "least"),
+    [
+        ("draft", {"tree_min_probability": 0.25}),
+        ("root_draw", {"tree_min_probability": 0.1}),
+        ("draft", {"tree_grow_probability": 0.8}),
+        ("root_draw", {"tree_grow_probability": 0.8}),
+    ],
+)
 def test_improbable_nodes_are_left_out(
-    tiny_pair: Any, plain_tokens: list[list[list[int]]], rule: str, least: float
+    tiny_pair: Any, plain_tokens: list[list[list[int]]], rule: str, least: dict[str, float]
 ) -> None:
-    def run(least: float) -> dict[str, Any]:
-        options = {"topk": 3, "depth": 6, "tree_min_probability": least}
+    def run(least: dict[str, float]) -> dict[str, Any]:
+        options: dict[str, Any] = {"topk": 3, "depth": 6, **least}
         speculative = scenarios.target_rows(tiny_pair.drafter, 12, rule, **options)
         options = {"speculative_config": speculative, "max_num_seqs": 8}
         result: dict[str, Any] = engine_process.run(scenarios.answer, tiny_pair.target, options, BATCHES, timeout=800)
         return result
 
     with ThreadPoolExecutor(2) as pool:
-        everything, probable = pool.map(run, (0.0, least))
+        everything, probable = pool.map(run, ({}, least))
     assert _tokens(everything) == _tokens(probable) == plain_tokens
     (all_nodes,), (few_nodes,) = everything["states"], probable["states"]
     assert 0 < few_nodes["tree_nodes"] < all_nodes["tree_nodes"] * 0.8
     assert "improbable" not in all_nodes["no_tree"]
-    assert ("improbable" in few_nodes["no_tree"]) is (rule == "draft")
+    # A level that is not grown takes nothing from the levels above it.
+    assert ("improbable" in few_nodes["no_tree"]) is (rule == "draft" and "tree_min_probability" in least)
     assert few_nodes["requests"] == few_nodes["trees"] == few_nodes["carried"] == 0
 
 

@@ -43,6 +43,8 @@ class TargetRowsConfig(BaseModel):
     """Levels of the pool."""
     tree_min_probability: float = Field(default=0.0, ge=0, lt=1, description="a number from 0 to below 1")
     """Nodes whose path is less likely than this by the drafter's rows are neither extended nor verified."""
+    tree_grow_probability: float = Field(default=0.0, ge=0, lt=1, description="a number from 0 to below 1")
+    """A further level is grown only below paths of which one is at least this likely by the drafter's rows."""
     root_row: Literal["separate"] = Field(default="separate", description="'separate'")
     """Where the root row comes from: ``separate`` is a target pass of its own over the continuations."""
 

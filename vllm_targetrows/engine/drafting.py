@@ -59,7 +59,8 @@ class Eagle3Drafter:
         self.vllm_config = vllm_config
         self.options = options
         self.topk, self.depth = topk, depth = options.tree_topk, options.tree_depth
-        self.floor = math.log(options.tree_min_probability) if options.tree_min_probability else NEVER
+        self.floor = _log(options.tree_min_probability)
+        self.growing = max(self.floor, _log(options.tree_grow_probability))
         self.block_size = block_size
         self.copier = copier
         self.statistics = statistics
@@ -194,16 +195,19 @@ class Eagle3Drafter:
         return Pool(tokens=tokens, parents=parents, depth=depths, score=score, branch=branch, width=k)
 
     def _worth_growing(self, levels: list[Level], frontier: Frontier) -> bool:
-        """Whether a node below the frontier could be selected; none scores more than the frontier's best."""
+        """Whether a node below the frontier is likely enough to grow and could be selected.
+
+        None scores more than the frontier's best.  Requests of one step grow together: one of them is reason enough.
+        """
         if self.device.type != "cpu":
             return True  # the look would make the host wait for the device
         budget = self.options.num_speculative_tokens
         # Of equal scores the shallower node wins, so B nodes as good as the frontier's best leave no room.
         full = self.options.selection in ("draft", "pearl") and self.topk + (len(levels) - 1) * self.topk**2 >= budget
-        if self.floor == NEVER and not full:
+        if self.growing == NEVER and not full:
             return True
         best = frontier.score[:, 0]
-        growing = best >= self.floor
+        growing = best >= self.growing
         if full:
             growing &= best > torch.cat([level.score for level in levels], dim=1).topk(budget, dim=1).values[:, -1]
         return bool(growing.any())
@@ -237,6 +241,10 @@ class Eagle3Drafter:
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _log(probability: float) -> float:
+    return math.log(probability) if probability else NEVER
 
 
 @njit(cache=True)
