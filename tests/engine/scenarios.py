@@ -131,14 +131,18 @@ def answer_with_kernels(model: Path, options: dict[str, Any], batches: Sequence[
     """``answer`` with the GPU's wiring of steps with trees, its kernels interpreted on the CPU.
 
     Returns:
-        What ``answer`` returns, and ``layers``: how many layers' passes had trees and how many had none.
+        What ``answer`` returns; ``layers``: how many layers' passes had trees and how many had none; ``looks``: the
+        places where a round would have made the host wait for a GPU, and how often.
     """
     import kernel_backend
+    import no_look
 
-    from vllm_targetrows.engine import compat
+    from vllm_targetrows.engine import compat, runner, transfer
 
     compat.ATTENTION_BACKENDS["cpu"]["CPU_ATTN"] = "kernel_backend.KernelBackend"
-    return {**answer(model, options, batches), "layers": dict(kernel_backend.LAUNCHES)}
+    transfer.looking_is_free = lambda device: False
+    looks = no_look.watch(runner.TreeRounds, "_sample")
+    return {**answer(model, options, batches), "layers": dict(kernel_backend.LAUNCHES), "looks": looks.found}
 
 
 def stream_and_abort(
@@ -211,7 +215,7 @@ def plant(fault: str) -> None:
 
         def redrawing_select(
             self: Any, batch: Any, verified: Any, growing: Any, pool: Any, root: Any, chance: Any
-        ) -> None:
+        ) -> Any:
             if root is None:
                 return select(self, batch, verified, growing, pool, root, chance)
             place = torch.from_numpy(growing.searchsorted(root.request))

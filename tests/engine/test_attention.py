@@ -168,7 +168,7 @@ def test_virtual_sequences_equal_masked_attention(
     exits = np.array([step["rng"].integers(0, n + 1) for n in plan.nodes.sizes])
     paths = [sorted(ancestors(step["parents"][r], int(e) - 1)) for r, e in enumerate(exits)]
     last = computed + before - 1 + np.array([len(p) for p in paths])
-    source, destination = plan.commit_blocks(np.arange(requests), exits, last, table, BLOCK)
+    source, destination = plan.commit_blocks(exits, np.array([len(p) for p in paths]), BLOCK)
     copier.copy(torch.from_numpy(source), torch.from_numpy(destination))
     probe = make(requests, heads)
     lens = torch.from_numpy((last + 1).astype(np.int32))

@@ -114,7 +114,7 @@ def _levels(pool: Pool, depth: int) -> tuple[list[Level], Frontier]:
 def _drafter(budget: int, selection: str, topk: int, floor: float) -> Eagle3Drafter:
     drafter = Eagle3Drafter.__new__(Eagle3Drafter)
     drafter.options = SimpleNamespace(num_speculative_tokens=budget, selection=selection)  # type: ignore[assignment]
-    drafter.topk, drafter.floor, drafter.device = topk, floor, torch.device("cpu")
+    drafter.topk, drafter.floor, drafter.growing, drafter.device = topk, floor, floor, torch.device("cpu")
     return drafter
 
 

@@ -48,6 +48,7 @@ def test_engines_with_the_kernels_write_what_plain_vllm_writes(
     (state,) = result["states"]
     assert state["accepted_tokens"] > 5 and state["tree_nodes"] > 100
     assert result["layers"]["tree"] > 50
+    assert result["looks"] == {}
 
 
 @pytest.mark.timeout(600)
@@ -59,8 +60,43 @@ def test_seeded_requests_draw_the_same_with_the_kernels(tiny_pair: Any) -> None:
     torch_steps = engine_process.run(scenarios.answer, tiny_pair.target, options, batches)
     kernels = engine_process.run(scenarios.answer_with_kernels, tiny_pair.target, options, batches, timeout=500)
     assert _tokens(kernels) == _tokens(torch_steps)
+    assert kernels["looks"] == {}
     counted = ("rounds", "emitted_tokens", "accepted_tokens", "tree_nodes", "absent")
     assert [kernels["states"][0][name] for name in counted] == [torch_steps["states"][0][name] for name in counted]
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("int(x.max())", "__int__"),
+        ("x.max().item()", "item"),
+        ("if x.any(): pass", "__bool__"),
+        ("x.tolist()", "tolist"),
+        ("x.cpu()", "cpu"),
+        ("x.numpy()", "numpy"),
+        ("x.nonzero()", "nonzero"),
+        ("torch.masked_select(x, x > 1)", "masked_select"),
+        ("x[x > 1]", "__getitem__"),
+        ("x[x > 1] = 2", "__setitem__"),
+        ("x[x.argmax()]; torch.where(x > 1, x, 0)", None),
+    ],
+)
+def test_a_look_is_noticed(code: str, name: str | None) -> None:
+    import no_look
+    import torch
+
+    class Round:
+        def sample(self, file: str) -> None:
+            exec(compile(code, file, "exec"), {"x": torch.arange(3), "torch": torch})
+
+        def _hand_over(self, file: str) -> None:
+            exec(compile(code, file, "exec"), {"x": torch.arange(3), "torch": torch})
+
+    ours = f"{no_look.OURS[0]}/planted.py"
+    for method, file, seen in (("sample", ours, name), ("_hand_over", ours, None), ("sample", "elsewhere.py", None)):
+        looks = no_look.watch(Round, method)
+        getattr(Round(), method)(file)
+        assert list(looks.found) == ([f"{ours}:1 {seen}"] if seen else []), (method, file)
 
 
 def test_a_back_end_without_trees_is_refused_by_name() -> None:

@@ -29,7 +29,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm_targetrows.engine.compiled import njit
 from vllm_targetrows.engine.host_steps import HostSteps
 from vllm_targetrows.engine.scratch import BlockCopier
-from vllm_targetrows.engine.steps import Steps, TorchSteps
+from vllm_targetrows.engine.steps import Exits, Steps, TorchSteps
+from vllm_targetrows.engine.transfer import on_device, on_host
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,6 @@ class Nodes:
     depth: np.ndarray  # int64 [N] depth below the root, 1 = child of the root
     request: np.ndarray  # int64 [N]
     sizes: np.ndarray  # int64 [R] nodes of each request; fewer than proposed where there is no room for all
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The accepted paths that a commit moves, on the host: ``n`` requests, ``D`` levels, ``R`` requests in the step."""
-
-    request: np.ndarray  # int64 [n]
-    exit: np.ndarray  # int64 [n] i + 1 = node i
-    path: np.ndarray  # int64 [n, D] accepted nodes, root side first, -1 behind them
-    length: np.ndarray  # int64 [n], at least 1
-    root_position: np.ndarray  # int64 [n]
-    block_table: np.ndarray  # int32 [R, blocks]
 
 
 class TreeLayout(Protocol):
@@ -83,7 +72,7 @@ class TreeLayout(Protocol):
     ) -> dict[str, Any]:
         """The layers' metadata for the pass, out of vLLM's own ``per_layer``; ``build`` makes others."""
 
-    def commit(self, step: Any, accepted: Accepted) -> None:
+    def commit(self, step: Any, exits: Exits) -> None:
         """Move the accepted paths' keys and values into the requests' own slots, all layers at once."""
 
 
@@ -105,30 +94,28 @@ class TreeStep:
     path_of_node: np.ndarray  # int64 [R, B + 1] path (row of path_blocks) that holds the root / node, -1 = in place
     path_blocks: np.ndarray  # int64 [P, tail] scratch blocks of a path, -1 = none
     first_block: np.ndarray  # int64 [R] column of the block table that the scratch blocks replace
+    root_position: np.ndarray  # int64 [R]
+    own_blocks: np.ndarray  # int32 [R, blocks] the requests' own block table
 
-    def commit_blocks(
-        self, request: np.ndarray, exit_node: np.ndarray, last_position: np.ndarray, block_table: np.ndarray, size: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks to copy so that the accepted path lies in the request's own blocks.
+    def commit_blocks(self, exit_node: np.ndarray, length: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks to copy so that the accepted paths lie in the requests' own blocks.
 
         Args:
-            request: int ``[n]`` batch rows.
-            exit_node: int ``[n]`` exit: 0 = the root, ``i + 1`` = node ``i``.
-            last_position: int ``[n]`` position of the exit node.
-            block_table: int ``[R, blocks]`` the requests' own blocks.
+            exit_node: int ``[R]`` exit: 0 = the root, ``i + 1`` = node ``i``.
+            length: int ``[R]`` depth of the exit.
             size: block size in tokens.
 
         Returns:
             ``(source, destination)`` block numbers, int64.
         """
-        path = self.path_of_node[request, exit_node]
-        moved = path >= 0
-        request, path, last_position = request[moved], path[moved], last_position[moved]
+        path = self.path_of_node[np.arange(len(exit_node)), exit_node]
+        request = np.flatnonzero(path >= 0)
+        path, last_position = path[request], (self.root_position + length)[request]
         columns = np.arange(self.path_blocks.shape[1])[None, :]
         table_columns = self.first_block[request][:, None] + columns
         used = table_columns <= (last_position // size)[:, None]
         source = self.path_blocks[path][used]
-        destination = block_table[np.broadcast_to(request[:, None], used.shape)[used], table_columns[used]]
+        destination = self.own_blocks[np.broadcast_to(request[:, None], used.shape)[used], table_columns[used]]
         return source.astype(np.int64), destination.astype(np.int64)
 
 
@@ -159,6 +146,7 @@ def plan_tree_step(
     parents, sizes, computed, scheduled, drafts, block_table, scratch = map(np.ascontiguousarray, arrays)
     parts = _lay_out(parents, sizes, computed, scheduled, drafts, block_table, block_size, scratch)
     node_arrays, rest = parts[:4], parts[4:]
+    rest = (*rest, computed + scheduled - drafts - 1, block_table)
     return TreeStep(Nodes(*node_arrays), *rest)
 
 
@@ -357,7 +345,7 @@ class VirtualSequences:
         block_table: np.ndarray,
     ) -> TreeStep:
         step = plan_tree_step(parents, sizes, computed, scheduled, drafts, block_table, self._block_size, self._scratch)
-        self._copier.copy_apart(step.copy_source, step.copy_destination)
+        self._copier.copy_apart(*on_device(self._device, step.copy_source, step.copy_destination))
         return step
 
     def metadata(
@@ -373,11 +361,10 @@ class VirtualSequences:
             metadata.tree_rows, metadata.tree_slots = rows, slots
         return per_layer
 
-    def commit(self, step: TreeStep, accepted: Accepted) -> None:
-        last_position = accepted.root_position + accepted.length
-        self._copier.copy_apart(
-            *step.commit_blocks(accepted.request, accepted.exit, last_position, accepted.block_table, self._block_size)
-        )
+    def commit(self, step: TreeStep, exits: Exits) -> None:
+        exit_node, length = on_host(exits.exit_node, exits.length)
+        source, destination = on_device(self._device, *step.commit_blocks(exit_node, length, self._block_size))
+        self._copier.copy_apart(source, destination)
 
 
 class TreeCPUAttentionImpl(TreeWrites, CPUAttentionBackendImpl):

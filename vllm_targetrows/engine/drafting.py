@@ -20,11 +20,12 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vllm_targetrows.engine.compiled import njit
+from vllm_targetrows.engine import transfer
 from vllm_targetrows.engine.config import TargetRowsConfig
 from vllm_targetrows.engine.scratch import BlockCopier, tail_blocks
 from vllm_targetrows.engine.statistics import RoundStatistics
-from vllm_targetrows.engine.steps import Frontier, Level, Steps
+from vllm_targetrows.engine.steps import Committed, Frontier, Level, Steps
+from vllm_targetrows.engine.transfer import on_device
 from vllm_targetrows.selection import NEVER
 from vllm_targetrows.trees import Pool, concatenated
 
@@ -77,15 +78,6 @@ class Eagle3Drafter:
         self.at_once = len(scratch) // (topk * self.tail)  # requests whose pools fit the scratch blocks together
         self.scratch = scratch[: self.at_once * topk * self.tail].reshape(-1, topk, self.tail)
 
-        self._compile()
-
-    def _compile(self) -> None:
-        """Compile the loops now: the first request shall not wait for it."""
-        one, table = np.ones(1, dtype=np.int64), np.ones((1, 1), dtype=np.int32)
-        steps = (one, one, one, one > 1, one[None], one - 1, one[None], one, table[0])
-        committed_tokens(*steps, np.ones((1, 2), dtype=np.int32), 2)
-        _path_layout(one, table, self.block_size, self.scratch[:1], self.depth)
-
     @staticmethod
     def scratch_blocks(topk: int, depth: int, block_size: int) -> int:
         """Scratch blocks that one request's pool needs."""
@@ -101,75 +93,70 @@ class Eagle3Drafter:
             return self.model.combine_hidden_states(raw)
 
     def catch_up(
-        self,
-        features: torch.Tensor,
-        tokens: np.ndarray,
-        positions: np.ndarray,
-        slots: np.ndarray,
-        counts: np.ndarray,
-        block_table: torch.Tensor,
+        self, features: torch.Tensor, committed: Committed, block_table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the committed tokens' features: one causal pass over the requests' newest positions.
 
         Args:
-            features: ``[rows, hidden]`` the target's feature at each position.
-            tokens: int64 ``[rows]`` the token *after* each position.
-            positions: int64 ``[rows]``.
-            slots: int64 ``[rows]`` KV slot of each position.
-            counts: int64 ``[R]`` rows of each request, at least 1; a request's rows follow each other.
+            features: ``[n, hidden]`` the target's feature at each of the ``n`` positions.
+            committed: the positions and the tokens behind them, of ``R`` requests.
             block_table: int32 ``[R, blocks]``.
 
         Returns:
-            The last row of each request, ``([R, hidden], [R, hidden])``: the state for the output head and the one to
-            feed on.
+            At the newest committed position of each request, ``([R, hidden], [R, hidden])``: the state for the output
+            head and the one to feed on.
         """
-        end = np.cumsum(counts)
-        query_start = torch.from_numpy(np.append(0, end).astype(np.int32))
+        counts, end = committed.counts, committed.end
+        query_start = torch.from_numpy(np.append(0, np.cumsum(counts)).astype(np.int32))
+        (seq_lens,) = on_device(self.device, end.astype(np.int32))
         metadata = CommonAttentionMetadata(
-            query_start_loc=query_start.to(self.device),
+            query_start_loc=query_start.to(self.device, non_blocking=True),
             query_start_loc_cpu=query_start,
-            seq_lens=self.to_device((positions[end - 1] + 1).astype(np.int32)),
+            seq_lens=seq_lens,
             num_reqs=len(counts),
-            num_actual_tokens=len(tokens),
+            num_actual_tokens=len(committed.tokens),
             max_query_len=int(counts.max()),
-            max_seq_len=int(positions.max()) + 1,
+            max_seq_len=int(end.max()),
             block_table_tensor=block_table,
-            slot_mapping=self.to_device(slots),
+            slot_mapping=committed.slots,
             causal=True,
-            positions=self.to_device(positions),
+            positions=committed.positions,
         )
-        head_state, state = self.forward(self.to_device(tokens), features, metadata, draft_index=0)
-        last = self.to_device(end - 1)
-        return head_state[last], state[last]
+        head_state, state = self.forward(committed.tokens, features, metadata, draft_index=0)
+        return head_state[committed.last], state[committed.last]
 
     def grow(
-        self, head_state: torch.Tensor, state: torch.Tensor, position: np.ndarray, block_table: np.ndarray
+        self,
+        head_state: torch.Tensor,
+        state: torch.Tensor,
+        position: torch.Tensor,
+        bound: np.ndarray,
+        block_table: torch.Tensor,
     ) -> Pool:
         """Grow one pool per request below its continuation.
 
         Args:
             head_state, state: ``[R, hidden]`` from ``catch_up``.
-            position: int64 ``[R]`` the position that ``catch_up`` read last (the continuation's minus one).
-            block_table: int32 ``[R, blocks]`` on the host.
+            position: int64 ``[R]`` the newest committed position (the continuation's minus one).
+            bound: int64 ``[R]`` on the host: no position is larger.
+            block_table: int32 ``[R, blocks]``.
 
         Returns:
             Pools of ``k + (depth - 1) * k ** 2`` nodes, or of fewer levels where deeper ones would not be selected.
         """
-        parts = [
-            self._grow(
-                head_state[i : i + self.at_once],
-                state[i : i + self.at_once],
-                position[i : i + self.at_once],
-                block_table[i : i + self.at_once],
-            )
-            for i in range(0, len(position), self.at_once)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        return concatenated(parts)
+        groups = (slice(i, i + self.at_once) for i in range(0, len(bound), self.at_once))
+        parts = [self._grow(head_state[g], state[g], position[g], bound[g], block_table[g]) for g in groups]
+        return parts[0] if len(parts) == 1 else concatenated(parts)
 
-    def _grow(self, head_state: torch.Tensor, state: torch.Tensor, position: np.ndarray, table: np.ndarray) -> Pool:
-        requests, k = len(position), self.topk
+    def _grow(
+        self,
+        head_state: torch.Tensor,
+        state: torch.Tensor,
+        position: torch.Tensor,
+        bound: np.ndarray,
+        table: torch.Tensor,
+    ) -> Pool:
+        requests, k = len(bound), self.topk
         log_q, token = self._children(head_state)  # [R, k]
         index = torch.arange(k, device=self.device).repeat(requests, 1)
         levels = [Level(token, torch.full_like(token, -1), torch.ones_like(token), log_q, index)]
@@ -178,7 +165,7 @@ class Eagle3Drafter:
             if not self._worth_growing(levels, frontier):
                 break
             if depth == 2:
-                paths = _Paths(self, position, table)
+                paths = _Paths(self, position, bound, table)
             else:  # Paths and states follow the chosen nodes.
                 paths.follow(frontier.parent, depth - 2)
                 states = states.gather(1, frontier.parent[:, :, None].expand(-1, -1, states.shape[-1]))
@@ -199,8 +186,8 @@ class Eagle3Drafter:
 
         None scores more than the frontier's best.  Requests of one step grow together: one of them is reason enough.
         """
-        if self.device.type != "cpu":
-            return True  # the look would make the host wait for the device
+        if not transfer.looking_is_free(self.device):
+            return True
         budget = self.options.num_speculative_tokens
         # Of equal scores the shallower node wins, so B nodes as good as the frontier's best leave no room.
         full = self.options.selection in ("draft", "pearl") and self.topk + (len(levels) - 1) * self.topk**2 >= budget
@@ -239,124 +226,43 @@ class Eagle3Drafter:
                 inputs_embeds=None,
             )
 
-    def to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
 
 def _log(probability: float) -> float:
     return math.log(probability) if probability else NEVER
 
 
-@njit(cache=True)
-def committed_tokens(
-    begin, before, computed, carry, path, length, emitted, next_token, input_ids, block_table, block_size
-):
-    """What the drafter reads after a step: every newly committed position and the token behind it.
-
-    Args:
-        begin, before, computed: int64 ``[R]`` first row of each request in the step, its tokens up to the root, and its
-            tokens computed before the step.
-        carry: bool ``[R]`` whether the position before the step's first one is read as well.
-        path, length: int64 ``[R, D]`` and ``[R]`` the accepted nodes.
-        emitted: int64 ``[R, D + 2]`` accepted tokens, then the continuation.
-        next_token: int64 ``[R]`` the token behind the step's own ones.
-        input_ids: int32 the step's tokens.
-        block_table: int32 ``[R, blocks]``.
-        block_size: tokens in a block.
-
-    Returns:
-        int64 ``[n]`` each: row of the target's pass (any row for a carried position), token behind the position,
-        position, KV slot; and int64 ``[R]`` how many of them each request has.
-    """
-    counts = carry + before + length
-    rows, tokens, positions, slots = np.empty((4, counts.sum()), np.int64)
-    at = 0
-    for r in range(len(counts)):
-        own = before[r]
-        for i in range(-1 if carry[r] else 0, own + length[r]):  # -1: the carried position
-            accepted = i - own
-            rows[at] = begin[r] + (max(i, 0) if accepted < 0 else own + path[r, accepted])
-            if accepted < -1:
-                tokens[at] = input_ids[begin[r] + i + 1]
-            else:
-                tokens[at] = next_token[r] if accepted == -1 else emitted[r, accepted + 1]
-            position = computed[r] + i
-            positions[at] = position
-            slots[at] = block_table[r, position // block_size] * block_size + position % block_size
-            at += 1
-    return rows, tokens, positions, slots, counts
-
-
-@njit(cache=True)
-def _path_layout(position, block_table, block_size, scratch, depth):
-    """Where the frontier's paths lie: ``k`` virtual sequences for each of ``R`` requests, whose entries follow the
-    context.
-
-    Returns:
-        block tables ``[R * k, blocks]``; positions, lengths and KV slots of each path entry ``[depth - 1, R * k]``; of
-        each entry the longest sequence and the last scratch block in use; the context's last block, for each path.
-    """
-    requests, k, tail = scratch.shape
-    entries = max(depth - 1, 1)
-    widest = (position.max() + 1) // block_size + tail
-    table = np.zeros((requests * k, max(widest, block_table.shape[1])), block_table.dtype)
-    positions, slots = np.empty((2, entries, requests * k), np.int64)
-    longest, last_block = np.zeros((2, entries), np.int64)
-    context = np.zeros(requests * k, np.int64)
-    for r in range(requests):
-        start = position[r] + 1  # position of the first entry
-        column = start // block_size  # the scratch blocks replace the request's own from here on
-        for path in range(r * k, r * k + k):
-            table[path, : block_table.shape[1]] = block_table[r]
-            table[path, column : column + tail] = scratch[r, path - r * k]
-            if column < block_table.shape[1]:
-                context[path] = block_table[r, column]
-            for entry in range(entries):
-                at = start + entry
-                block = at // block_size - column
-                positions[entry, path] = at
-                slots[entry, path] = scratch[r, path - r * k, block] * block_size + at % block_size
-                longest[entry] = max(longest[entry], at + 1)
-                last_block[entry] = max(last_block[entry], block)
-    return table, positions, (positions + 1).astype(np.int32), slots, longest, last_block, context
-
-
 class _Paths:
     """The frontier's paths in scratch blocks while one group of requests grows its pools."""
 
-    def __init__(self, drafter: Eagle3Drafter, position: np.ndarray, table: np.ndarray) -> None:
-        scratch = drafter.scratch[: len(position)]  # [R, k, tail]
-        table, positions, seq_lens, slots, self.longest, self.last_block, context = _path_layout(
-            position, table, drafter.block_size, scratch, drafter.depth
-        )
+    def __init__(self, drafter: Eagle3Drafter, position: torch.Tensor, bound: np.ndarray, table: torch.Tensor) -> None:
+        scratch = drafter.scratch[: len(bound)]  # [R, k, tail]
         self.drafter = drafter
-        self.table, self.positions, self.seq_lens, self.slots, self.scratch = map(
-            drafter.to_device, (table, positions, seq_lens, slots, scratch)
-        )
-        self.query_start = torch.arange(len(table) + 1, dtype=torch.int32)
+        self.layout = drafter.steps.paths(position, bound, table, drafter.block_size, scratch, drafter.depth)
+        (self.scratch,) = on_device(drafter.device, scratch)
+        self.query_start = torch.arange(len(self.layout.table) + 1, dtype=torch.int32)
         # Each path starts with a copy of the context's last, partly filled block.
-        drafter.copier.copy_apart(context, scratch[:, :, 0].ravel())
+        drafter.copier.copy_apart(self.layout.context, self.scratch[:, :, 0].reshape(-1))
 
     def forward(self, tokens: torch.Tensor, states: torch.Tensor, entry: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the frontier's tokens, ``[R, k]`` with states ``[R, k, hidden]``, as the paths' next ``entry``."""
-        rows = tokens.numel()
+        rows, layout = tokens.numel(), self.layout
         metadata = CommonAttentionMetadata(
-            query_start_loc=self.query_start.to(self.drafter.device),
+            query_start_loc=self.query_start.to(self.drafter.device, non_blocking=True),
             query_start_loc_cpu=self.query_start,
-            seq_lens=self.seq_lens[entry],
+            seq_lens=layout.lengths[entry],
             num_reqs=rows,
             num_actual_tokens=rows,
             max_query_len=1,
-            max_seq_len=int(self.longest[entry]),
-            block_table_tensor=self.table,
-            slot_mapping=self.slots[entry],
+            max_seq_len=int(layout.longest[entry]),
+            block_table_tensor=layout.table,
+            slot_mapping=layout.slots[entry],
             causal=True,
-            positions=self.positions[entry],
+            positions=layout.positions[entry],
         )
         return self.drafter.forward(tokens.reshape(-1), states.reshape(rows, -1), metadata, draft_index=entry + 1)
 
     def follow(self, parent: torch.Tensor, entries: int) -> None:
         """Give path ``j`` of each request the content of path ``parent[:, j]``, which has ``entries`` entries."""
-        scratch = self.scratch[:, :, : int(self.last_block[entries - 1]) + 1]
+        scratch = self.scratch[:, :, : int(self.layout.last_block[entries - 1]) + 1]
         source = scratch.gather(1, parent[:, :, None].expand_as(scratch))
         self.drafter.copier.copy(source.reshape(-1), scratch.reshape(-1))

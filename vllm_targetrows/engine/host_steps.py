@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_targetrows.engine.compiled import njit
 from vllm_targetrows.engine.rows import TargetRows
-from vllm_targetrows.engine.steps import Exits, Frontier, Level, TorchSteps
+from vllm_targetrows.engine.steps import Committed, Exits, Frontier, Level, PathLayout, StepRows, TorchSteps
 from vllm_targetrows.trees import Pool, Tree
 
 
@@ -25,7 +25,12 @@ class HostSteps(TorchSteps):
         one, score = torch.ones((1, 1), dtype=torch.int64), torch.zeros((1, 1))
         self.expand(score[None], one[None], Frontier(one, score, one, one, one), 1, 2)
         tree = self.select(Pool(one, -one, one, score, one - 1, 1), 1, "draft", None, None, None)
-        self.exits(TargetRows(one[0], None, None, None), tree, torch.zeros((1, 2), dtype=torch.int64), None, 1)
+        row_of = torch.zeros((1, 2), dtype=torch.int64)
+        exits = self.exits(TargetRows(one[0], None, None, None), tree, row_of, None, 1)
+        ones, table = one[0].numpy(), one.int()
+        step = StepRows(ones - 1, ones, ones, ones, ones > 1, -ones)
+        self.committed(step, exits.path, exits.length, torch.ones((1, 3), dtype=torch.int64), table[0], table, 2)
+        self.paths(one[0], ones, table, 2, np.ones((1, 1, 2), dtype=np.int64), 2)
 
     def expand(self, log_q: Tensor, token: Tensor, frontier: Frontier, base: int, depth: int) -> tuple[Level, Frontier]:
         place = (frontier.score.numpy(), frontier.node.numpy(), frontier.branch.numpy())
@@ -55,6 +60,22 @@ class HostSteps(TorchSteps):
             rows.argmax.numpy(), tree.tokens.numpy(), tree.parents.numpy(), tree.size.numpy(), row_of.numpy(), levels
         )
         return Exits(*map(torch.from_numpy, decided))
+
+    def committed(
+        self, step: StepRows, path: Tensor, length: Tensor, emitted: Tensor, input_ids: Tensor, table: Tensor, size: int
+    ) -> Committed:
+        of_step = (step.begin, step.before, step.computed, step.carry, step.prompt_token)
+        decided = (part.numpy() for part in (path, length, emitted, input_ids, table))
+        *parts, last, counts, end = _committed(*of_step, *decided, size)
+        rows, tokens, positions, slots = map(torch.from_numpy, parts)
+        return Committed(rows, tokens, positions, slots, torch.from_numpy(last), counts, end)
+
+    def paths(
+        self, position: Tensor, bound: np.ndarray, table: Tensor, size: int, scratch: np.ndarray, depth: int
+    ) -> PathLayout:
+        *parts, longest, last_block = _path_layout(position.numpy(), table.numpy(), size, scratch, depth)
+        blocks, positions, lengths, slots, context = map(torch.from_numpy, parts)
+        return PathLayout(blocks, positions, lengths, slots, context, longest, last_block)
 
 
 @njit(cache=True)
@@ -132,3 +153,55 @@ def _follow_argmax(argmax, tokens, parents, size, row_of, levels):
                 length[r] += 1
         continuation[r] = argmax[row_of[r, exit_node[r]]]
     return exit_node, path, length, continuation
+
+
+@njit(cache=True)
+def _committed(begin, before, computed, carry, prompt_token, path, length, emitted, input_ids, block_table, block_size):
+    """The fields of ``Committed``."""
+    counts = carry + before + length
+    rows, tokens, positions, slots = np.empty((4, counts.sum()), np.int64)
+    at = 0
+    for r in range(len(counts)):
+        own = before[r]
+        for i in range(-1 if carry[r] else 0, own + length[r]):  # -1: the carried position
+            accepted = i - own
+            rows[at] = begin[r] + (max(i, 0) if accepted < 0 else own + path[r, accepted])
+            if accepted < -1:
+                tokens[at] = input_ids[begin[r] + i + 1]
+            elif accepted == -1 and prompt_token[r] >= 0:
+                tokens[at] = prompt_token[r]
+            else:
+                tokens[at] = emitted[r, accepted + 1]
+            position = computed[r] + i
+            positions[at] = position
+            slots[at] = block_table[r, position // block_size] * block_size + position % block_size
+            at += 1
+    return rows, tokens, positions, slots, np.cumsum(counts) - 1, counts, computed + before + length
+
+
+@njit(cache=True)
+def _path_layout(position, block_table, block_size, scratch, depth):
+    """The fields of ``PathLayout``."""
+    requests, k, tail = scratch.shape
+    entries = max(depth - 1, 1)
+    widest = (position.max() + 1) // block_size + tail
+    table = np.zeros((requests * k, max(widest, block_table.shape[1])), block_table.dtype)
+    positions, slots = np.empty((2, entries, requests * k), np.int64)
+    longest, last_block = np.zeros((2, entries), np.int64)
+    context = np.zeros(requests * k, np.int64)
+    for r in range(requests):
+        start = position[r] + 1  # position of the first entry
+        column = start // block_size  # the scratch blocks replace the request's own from here on
+        for path in range(r * k, r * k + k):
+            table[path, : block_table.shape[1]] = block_table[r]
+            table[path, column : column + tail] = scratch[r, path - r * k]
+            if column < block_table.shape[1]:
+                context[path] = block_table[r, column]
+            for entry in range(entries):
+                at = start + entry
+                block = at // block_size - column
+                positions[entry, path] = at
+                slots[entry, path] = scratch[r, path - r * k, block] * block_size + at % block_size
+                longest[entry] = max(longest[entry], at + 1)
+                last_block[entry] = max(last_block[entry], block)
+    return table, positions, (positions + 1).astype(np.int32), slots, context, longest, last_block

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_targetrows.engine.attention import Accepted, Nodes, depths, flat_nodes
+from vllm_targetrows.engine.attention import Nodes, depths, flat_nodes
 from vllm_targetrows.engine.kernel_steps import KernelSteps
-from vllm_targetrows.engine.steps import Steps
+from vllm_targetrows.engine.steps import Exits, Steps
+from vllm_targetrows.engine.transfer import on_device
 from vllm_targetrows.triton_kernels.commit import caches, commit
 from vllm_targetrows.triton_kernels.tree_attention import tree_attention
 from vllm_targetrows.triton_kernels.tree_mask import tree_mask
@@ -29,11 +30,13 @@ from vllm_targetrows.triton_kernels.tree_mask import tree_mask
 
 @dataclass(frozen=True)
 class KernelStep:
-    """One step's trees on the host."""
+    """One step's trees: ``nodes`` on the host, the rest on the device."""
 
     nodes: Nodes
-    parents: np.ndarray  # int64 [R, N] -1 = child of the root, and behind the tree
-    before: np.ndarray  # int64 [R] tokens up to and including the root
+    parents: torch.Tensor  # int32 [R, N] -1 = child of the root, and behind the tree
+    sizes: torch.Tensor  # int32 [R]
+    before: torch.Tensor  # int32 [R] tokens up to and including the root
+    slots: torch.Tensor  # int64 [R, N] KV slots of the positions behind the root
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,18 @@ class TreeSlots:
         drafts: np.ndarray,
         block_table: np.ndarray,
     ) -> KernelStep:
-        del block_table
         before = scheduled - drafts
         request, index, node_parent = flat_nodes(parents, sizes)
         rows = (np.cumsum(scheduled) - scheduled + before)[request] + index
-        return KernelStep(Nodes(rows, depths(node_parent), request, sizes), parents, before)
+        position = (computed + before)[:, None] + np.arange(parents.shape[1])
+        column = np.minimum(position // self._block_size, block_table.shape[1] - 1)
+        block = np.take_along_axis(block_table.astype(np.int64), column, axis=1)
+        trees = on_device(
+            self._device,
+            *(array.astype(np.int32) for array in (parents, sizes, before)),
+            block * self._block_size + position % self._block_size,
+        )
+        return KernelStep(Nodes(rows, depths(node_parent), request, sizes), *trees)
 
     def metadata(
         self,
@@ -85,31 +95,16 @@ class TreeSlots:
         build: Callable[[CommonAttentionMetadata], dict[str, Any]],
     ) -> dict[str, Any]:
         del base, build
-        parents, sizes, before = (
-            torch.from_numpy(array.astype(np.int32)).to(self._device, non_blocking=True)
-            for array in (step.parents, step.nodes.sizes, step.before)
-        )
-        depth, _, bits = tree_mask(parents, sizes)
-        rows = TreeRows(before, bits, depth)
+        depth, _, bits = tree_mask(step.parents, step.sizes)
+        rows = TreeRows(step.before, bits, depth)
         for metadata in {id(m): m for m in per_layer.values()}.values():
             metadata.tree = rows
         return per_layer
 
-    def commit(self, step: KernelStep, accepted: Accepted) -> None:
-        first = accepted.root_position[:, None] + 1
-        level = np.arange(accepted.path.shape[1])[None, :]
-        source, destination = (
-            self._slots(first + offset, accepted) for offset in (np.maximum(accepted.path, 0), level)
-        )
-        lengths = torch.from_numpy(accepted.length.astype(np.int32)).to(self._device, non_blocking=True)
-        commit(self._caches, source, destination, lengths)
-
-    def _slots(self, positions: np.ndarray, accepted: Accepted) -> torch.Tensor:
-        """int64 ``[n, D]`` slots of positions ``[n, D]`` of the accepted requests."""
-        column = np.minimum(positions // self._block_size, accepted.block_table.shape[1] - 1)
-        block = accepted.block_table[accepted.request[:, None], column].astype(np.int64)
-        slots = block * self._block_size + positions % self._block_size
-        return torch.from_numpy(slots).to(self._device, non_blocking=True)
+    def commit(self, step: KernelStep, exits: Exits) -> None:
+        levels = min(exits.path.shape[1], step.slots.shape[1])
+        source = step.slots.gather(1, exits.path[:, :levels].clamp(min=0))
+        commit(self._caches, source, step.slots[:, :levels], exits.length)
 
 
 class TreeKernelAttention:

@@ -49,6 +49,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 
+from vllm_targetrows.engine import transfer
+
 NEVER = float("-inf")
 FORCED = 1e9  # the logit that vLLM's thinking budget gives a forced token
 
@@ -82,6 +84,7 @@ def target_rows(
     metadata: SamplingMetadata,
     paths: Paths | None = None,
     logprobs_mode: LogprobsMode = "raw_logprobs",
+    first: torch.Tensor | None = None,
 ) -> TargetRows:
     """Apply the requests' sampling transforms to raw logits.
 
@@ -92,6 +95,8 @@ def target_rows(
         metadata: of the whole batch.
         paths: ``[T]`` path of each row; may be ``None`` when ``needs_paths`` is false.
         logprobs_mode: vLLM's option; decides what ``scored`` holds.
+        first: int64 ``[n]`` each request's first row, on the device of the logits.  Without it the host has to look for
+            them when the batch has greedy and other requests.
 
     Raises:
         ValueError: for a logits processor other than vLLM's builtin ones, and for missing paths.
@@ -116,8 +121,8 @@ def target_rows(
     if argmax is not None:
         cold = temperature < _SAMPLING_EPS
         temperature = temperature.masked_fill(cold, 1.0)
-        first = torch.ones_like(cold)
-        first[1:] = request[1:] != request[:-1]
+        if first is None:
+            first = request.diff(prepend=request.new_full((1,), -1)).nonzero()[:, 0]
         greedy = cold[first]
     work.div_(temperature[:, None])
     for processor in metadata.logitsprocs.argmax_invariant:
@@ -229,7 +234,7 @@ def _truncated_softmax(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: 
     verification pass.  Most nuclei lie within the best few tokens, which cost a tenth; only the other rows are sorted.
     Which of several equal logits stay when they straddle the nucleus' edge is as open as under vLLM's unstable sort.
     """
-    if top_p is None or logits.device.type != "cpu":
+    if top_p is None or not transfer.looking_is_free(logits.device):
         return apply_top_k_top_p(logits, top_k, top_p).softmax(dim=-1)
     if top_k is not None:
         logits = apply_top_k_top_p(logits, top_k, None)

@@ -7,6 +7,9 @@ trees.  ``TreeRounds._sample`` is the whole round; everything else here prepares
 * The scheduler knows a tree as an ordinary list of draft tokens (depth-first preorder, so every prefix is a tree).
 * After the commit the accepted path lies in the request's own KV slots, so the scheduler's arithmetic holds unchanged.
 * ``root_draw`` and ``pearl`` emit one more token, the drawn one.  The root pass has then written the continuation's KV.
+* From the target's rows to the next trees everything stays on the device; only ``_hand_over`` makes the host wait for
+  it.  Shapes depend on what the host knew before the step: a request that may accept ``d`` nodes is given the room of
+  ``d``.  (Requests with transforms that depend on the prefix, or with logprobs, make the host look earlier.)
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -25,10 +29,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_targetrows.engine.attention import Accepted, TreeLayout
+from vllm_targetrows.engine.attention import TreeLayout
 from vllm_targetrows.engine.compat import tree_layout
 from vllm_targetrows.engine.config import TargetRowsConfig
-from vllm_targetrows.engine.drafting import Eagle3Drafter, committed_tokens
+from vllm_targetrows.engine.drafting import Eagle3Drafter
 from vllm_targetrows.engine.rows import (
     TargetRows,
     enable_builtin_processors,
@@ -39,7 +43,8 @@ from vllm_targetrows.engine.rows import (
 )
 from vllm_targetrows.engine.scratch import BlockCopier, append_blocks, bytes_per_block, tail_blocks
 from vllm_targetrows.engine.statistics import RoundStatistics
-from vllm_targetrows.engine.steps import Steps
+from vllm_targetrows.engine.steps import Exits, StepRows, Steps
+from vllm_targetrows.engine.transfer import on_device, on_host
 from vllm_targetrows.trees import Pool, Tree
 from vllm_targetrows.verification import draw_token
 
@@ -74,7 +79,9 @@ class Batch:
     plan: Any  # the tree layout's; None: no request has a tree
     tree: Tree  # [R, B]
     tokens: np.ndarray  # int64 [R, B] the tree's tokens on the host
+    parents: np.ndarray  # int64 [R, B] and its parents
     sizes: np.ndarray  # int64 [R] the tree's nodes
+    room: np.ndarray  # int64 [R] the tree's depth: the most nodes that can be accepted
     row_of: torch.Tensor  # int64 [R, B + 1] row of logits of the root and of each node
     begin: np.ndarray  # int64 [R] first row of each request in the step
     before: np.ndarray  # int64 [R] tokens up to and including the root
@@ -84,15 +91,23 @@ class Batch:
     decoding: np.ndarray  # bool [R] the prompt was complete before the step
     reasons: list[str | None]  # [R] why a request has no tree
 
+    @property
+    def root_position(self) -> np.ndarray:
+        """int64 ``[R]`` position of the last token before the tree."""
+        return self.computed + self.before - 1
+
+    @property
+    def last_position(self) -> np.ndarray:
+        """int64 ``[R]``: no accepted node is behind it."""
+        return self.root_position + self.room
+
 
 @dataclass(frozen=True)
 class Verified:
-    """The verifier's decision.  ``D`` levels at most."""
+    """The verifier's decision, on the device.  ``D`` levels at most."""
 
-    exit: np.ndarray  # int64 [R] 0 = the root, i + 1 = node i
-    path: np.ndarray  # int64 [R, D] accepted nodes, root side first, -1 behind them
-    length: np.ndarray  # int64 [R]
-    tokens: np.ndarray  # int64 [R, D + 2] accepted tokens, continuation, drawn token; -1 = none
+    exits: Exits
+    tokens: torch.Tensor  # int64 [R, D + 2] accepted tokens, continuation, drawn token; -1 = none
 
 
 @dataclass(frozen=True)
@@ -176,102 +191,84 @@ class TreeRounds(GPUModelRunner):
             rows = self._rows(logits, batch)
             verified = self._verify(rows, batch, chance)
         with stats.phase("commit"):
-            self._commit(batch, verified)
+            if batch.plan is not None:
+                self._layout.commit(batch.plan, verified.exits)
         with stats.phase("draft"):
-            growing = self._growing(batch, verified)
+            growing = self._growing(batch)
             pool = self._grow(batch, verified, growing)
         with stats.phase("root_pass"):
             root = self._root_pass(batch, verified, growing)
         with stats.phase("select"):
-            self._select(batch, verified, growing, pool, root, chance)
-        self._count(batch, verified)
+            tree = self._select(batch, verified, growing, pool, root, chance)
+            self._hand_over(batch, verified, growing, tree, root)
         return SamplerOutput(
-            sampled_token_ids=torch.from_numpy(verified.tokens).to(self.device, torch.int32),
+            sampled_token_ids=verified.tokens.to(torch.int32),
             logprobs_tensors=self._logprobs(batch, verified, rows, root),
         )
 
     def _verify(self, rows: TargetRows, batch: Batch, chance: torch.Tensor | None) -> Verified:
         """Draw every request's exit and continuation by the exit law."""
-        levels = min(self.options.tree_depth, self.options.num_speculative_tokens)
-        drawn = self._steps.exits(rows, batch.tree, batch.row_of, None if chance is None else chance[:, :2], levels)
-        exit_node, path, length, continuation = (part.cpu().numpy() for part in drawn)
-        requests = np.arange(len(length))
-        if not path.shape[1]:
-            path = np.full((len(path), 1), -1)
-        tokens = np.full((len(path), path.shape[1] + 2), -1)
-        tokens[:, :-2] = np.where(path < 0, -1, batch.tokens[requests[:, None], path])
-        tokens[requests, length] = continuation
-        return Verified(exit_node, path, length, tokens)
-
-    def _commit(self, batch: Batch, verified: Verified) -> None:
-        """Move the accepted paths' keys and values into the requests' own blocks, all layers at once."""
-        request = np.flatnonzero(verified.length)
-        if batch.plan is None or not len(request):
-            return
-        accepted = Accepted(
-            request=request,
-            exit=verified.exit[request],
-            path=verified.path[request],
-            length=verified.length[request],
-            root_position=(batch.computed + batch.before - 1)[request],
-            block_table=self._block_table_np(),
-        )
-        self._layout.commit(batch.plan, accepted)
+        levels = max(min(self.options.tree_depth, self.options.num_speculative_tokens), 1)
+        exits = self._steps.exits(rows, batch.tree, batch.row_of, None if chance is None else chance[:, :2], levels)
+        accepted = batch.tree.tokens.gather(1, exits.path.clamp(min=0)).masked_fill_(exits.path < 0, -1)
+        tokens = pad(accepted, (0, 2), value=-1)
+        tokens.scatter_(1, exits.length[:, None], exits.continuation[:, None])
+        return Verified(exits, tokens)
 
     def _grow(self, batch: Batch, verified: Verified, growing: np.ndarray) -> Pool | None:
         """Let the drafter read the committed tokens, then grow the pools of ``growing`` (batch rows)."""
         requests = len(batch.before)
-        req_ids = self.input_batch.req_ids
         # A root pass left the feature of the position just before this step's first one.
-        carried = [self._carried.pop(req_id, NOTHING_CARRIED) for req_id in req_ids]
+        carried = [self._carried.pop(req_id, NOTHING_CARRIED) for req_id in self.input_batch.req_ids]
         carry = np.array([position for position, _ in carried]) == batch.computed - 1
-        # The token behind the step's last own one: the first emitted one, or the prompt's next.
-        next_token = verified.tokens[:, 0].copy()
+        prompt_token = np.full(requests, -1)
         unfinished = np.flatnonzero(~batch.kept)
-        next_token[unfinished] = self.input_batch.token_ids_cpu[unfinished, (batch.computed + batch.before)[unfinished]]
-        table = self._block_table_np()
-        rows, tokens, positions, slots, counts = committed_tokens(
-            *(batch.begin, batch.before, batch.computed, carry, verified.path, verified.length, verified.tokens),
-            *(next_token, self.input_ids.cpu.numpy(), table, self._block_size),
+        prompt_token[unfinished] = self.input_batch.token_ids_cpu[
+            unfinished, (batch.computed + batch.before)[unfinished]
+        ]
+        step = StepRows(batch.begin, batch.before, batch.computed, batch.room, carry, prompt_token)
+        exits, table = verified.exits, self._block_table(requests)
+        committed = self._steps.committed(
+            step, exits.path, exits.length, verified.tokens, self.input_ids.gpu, table, self._block_size
         )
-        state, block_table = self._step_state, self._block_table(requests)
-        features = self._drafter.features(state.hidden_states, state.aux_hidden_states, self._to_device(rows))
+        state = self._step_state
+        features = self._drafter.features(state.hidden_states, state.aux_hidden_states, committed.rows)
         if carry.any():
-            first = (np.cumsum(counts) - counts)[carry]
+            first = (np.cumsum(committed.counts) - committed.counts)[carry]
             features[self._to_device(first)] = torch.stack([carried[r][1] for r in np.flatnonzero(carry)])
-        head_state, fed_state = self._drafter.catch_up(features, tokens, positions, slots, counts, block_table)
+        head_state, fed_state = self._drafter.catch_up(features, committed, table)
         if not len(growing):
             return None
-        last = (batch.computed + batch.before - 1 + verified.length)[growing]
+        position = self._to_device(batch.root_position) + exits.length
         chosen = self._to_device(growing)
-        return self._drafter.grow(head_state[chosen], fed_state[chosen], last, table[growing])
+        bound = batch.last_position[growing]
+        return self._drafter.grow(head_state[chosen], fed_state[chosen], position[chosen], bound, table[chosen])
 
     def _root_pass(self, batch: Batch, verified: Verified, growing: np.ndarray) -> RootRows | None:
         """The target's rows at the continuations: one token per request, at the position where it will stay."""
         if self.options.selection not in ROOT_RULES:
             return None
-        position = batch.computed + batch.before + verified.length  # the continuation's
-        allocated = self._blocks().num_blocks_per_row[: len(position)] * self._block_size
-        request = growing[(position < np.minimum(allocated, self.max_model_len - 1))[growing]]
+        bound = batch.last_position + 1  # no continuation is behind it
+        allocated = self._blocks().num_blocks_per_row[: len(bound)] * self._block_size
+        request = growing[(bound < np.minimum(allocated, self.max_model_len - 1))[growing]]
         if not len(request):
             return None
-        position = position[request]
-        n = len(request)
+        n, length = len(request), verified.exits.length
         index = self._to_device(request)
-        positions = self._to_device(position)
-        tokens = torch.from_numpy(verified.tokens[request, verified.length[request]]).to(self.device, torch.int32)
+        positions = (self._to_device(batch.root_position + 1) + length)[index]
+        tokens = verified.tokens[index, length[index]].to(torch.int32)
         table = self._block_table(len(batch.before))[index]
         slots = table.gather(1, (positions // self._block_size)[:, None])[:, 0].to(torch.int64) * self._block_size
         slots += positions % self._block_size
         query_start = torch.arange(n + 1, dtype=torch.int32)
         metadata = CommonAttentionMetadata(
-            query_start_loc=query_start.to(self.device),
+            query_start_loc=query_start.to(self.device, non_blocking=True),
             query_start_loc_cpu=query_start,
             seq_lens=(positions + 1).int(),
             num_reqs=n,
             num_actual_tokens=n,
             max_query_len=1,
-            max_seq_len=int(position.max()) + 1,
+            max_seq_len=int(bound[request].max()) + 1,
             block_table_tensor=table,
             slot_mapping=slots,
             causal=True,
@@ -298,40 +295,49 @@ class TreeRounds(GPUModelRunner):
         pool: Pool | None,
         root: RootRows | None,
         chance: torch.Tensor | None,
-    ) -> None:
-        """Choose the next trees; under a drawing rule also emit the token drawn from each root row."""
-        req_ids = self.input_batch.req_ids
-        self._drafts = [[] for _ in req_ids]
+    ) -> Tree:
+        """Choose the trees of ``growing`` by the rule, with the token drawn from each root row."""
         if pool is None:
-            return
+            return Tree.empty(0, self.device)
         rule, root_log_p, drawn, has_row = self.options.selection, None, None, None
         if root is not None:
             place = self._to_device(np.searchsorted(growing, root.request))
-            has_row = torch.zeros(len(growing), dtype=torch.bool, device=self.device)
-            has_row[place] = True
+            has_row = torch.zeros(len(growing), dtype=torch.bool, device=self.device).index_fill_(0, place, True)
             if rule in DRAWING_RULES:
-                token = self._draw(root.rows, None if chance is None else chance[self._to_device(root.request), 2])
+                index = self._to_device(root.request)
+                token = self._draw(root.rows, None if chance is None else chance[index, 2])
                 drawn = torch.full((len(growing),), -1, dtype=torch.int64, device=self.device)
                 drawn[place] = token
-                verified.tokens[root.request, verified.length[root.request] + 1] = token.cpu().numpy()
-                position = batch.computed + batch.before + verified.length
-                for i, r in enumerate(root.request.tolist()):
-                    self._carried[req_ids[r]] = (int(position[r]), root.features[i])
+                verified.tokens[index, verified.exits.length[index] + 1] = token
             else:
                 root_log_p = self._first_level_log_p(root.rows, pool, place)
         elif rule in ROOT_RULES:
             rule = "draft"
-        empty = "absent" if rule in DRAWING_RULES else "improbable"
-        tree = self._steps.select(pool, self.options.num_speculative_tokens, rule, root_log_p, drawn, has_row)
-        tokens, parents, sizes = tree.tokens.tolist(), tree.parents.cpu().numpy(), tree.size.tolist()
-        for i, (r, size) in enumerate(zip(growing.tolist(), sizes, strict=True)):
-            self._drafts[r] = tokens[i][:size]
-            self._proposed[req_ids[r]] = ProposedTree(self._drafts[r], parents[i, :size], None if size else empty)
+        return self._steps.select(pool, self.options.num_speculative_tokens, rule, root_log_p, drawn, has_row)
 
-    def _growing(self, batch: Batch, verified: Verified) -> np.ndarray:
+    def _hand_over(
+        self, batch: Batch, verified: Verified, growing: np.ndarray, tree: Tree, root: RootRows | None
+    ) -> None:
+        """Bring the decision and the next trees to the host, and keep what the next step needs."""
+        req_ids, rule = self.input_batch.req_ids, self.options.selection
+        length, emitted, tokens, parents, sizes = on_host(
+            verified.exits.length, verified.tokens, tree.tokens, tree.parents, tree.size
+        )
+        if root is not None and rule in DRAWING_RULES:
+            position = batch.root_position + length + 1
+            for i, r in enumerate(root.request.tolist()):
+                self._carried[req_ids[r]] = (int(position[r]), root.features[i])
+        empty = "absent" if root is not None and rule in DRAWING_RULES else "improbable"
+        self._drafts = [[] for _ in req_ids]
+        for i, r in enumerate(growing.tolist()):
+            size = int(sizes[i])
+            self._drafts[r] = tokens[i, :size].tolist()
+            self._proposed[req_ids[r]] = ProposedTree(self._drafts[r], parents[i, :size], None if size else empty)
+        self._count(batch, length, emitted)
+
+    def _growing(self, batch: Batch) -> np.ndarray:
         """Batch rows that get a tree next; why the others do not is kept for the statistics."""
-        continuation = batch.computed + batch.before + verified.length
-        growing = batch.kept & (continuation < self.effective_drafter_max_model_len)
+        growing = batch.kept & (batch.last_position + 1 < self.effective_drafter_max_model_len)
         for r in np.flatnonzero(batch.kept & ~growing):
             self._proposed[self.input_batch.req_ids[r]] = ProposedTree([], NO_PARENTS, "drafter_max_model_len")
         for r, req_id in enumerate(self.input_batch.req_ids):
@@ -341,10 +347,10 @@ class TreeRounds(GPUModelRunner):
                 self._proposed[req_id] = ProposedTree([], NO_PARENTS, "structured_output")
         return np.flatnonzero(growing)
 
-    def _count(self, batch: Batch, verified: Verified) -> None:
+    def _count(self, batch: Batch, length: np.ndarray, emitted: np.ndarray) -> None:
         """Add the step to the statistics; steps that end a prompt are no rounds."""
         stats, decoding = self.round_statistics, batch.decoding & batch.kept
-        emitted = (verified.tokens >= 0).sum(axis=1)
+        counts = (emitted >= 0).sum(axis=1)
         for r in np.flatnonzero(decoding):
             size = int(batch.sizes[r])
             if size:
@@ -352,8 +358,8 @@ class TreeRounds(GPUModelRunner):
             else:
                 stats.no_tree[batch.reasons[r] or "not_scheduled"] += 1
             stats.tree_nodes += size
-            stats.accepted_tokens += int(verified.length[r])
-            stats.emitted_tokens += int(emitted[r])
+            stats.accepted_tokens += int(length[r])
+            stats.emitted_tokens += int(counts[r])
 
     # ------------------------------------------------------------------ rows and draws
 
@@ -367,8 +373,8 @@ class TreeRounds(GPUModelRunner):
         paths = None
         if needs_paths(metadata):
             paths = self._tree_paths(batch) if verified is None else self._emitted(verified, request)
-        index = self._to_device(request)
-        return target_rows(logits, index, metadata, paths, self.sampler.logprobs_mode)
+        index, first = on_device(self.device, request, np.flatnonzero(np.diff(request, prepend=-1)))
+        return target_rows(logits, index, metadata, paths, self.sampler.logprobs_mode, first)
 
     def _uniforms(self, batch: Batch) -> torch.Tensor | None:
         """Exit, continuation and drawn token: three numbers per request, ``None`` when every request is greedy."""
@@ -383,23 +389,23 @@ class TreeRounds(GPUModelRunner):
         """Logprobs of the emitted tokens: each by the row that it was drawn from."""
         if rows.scored is None:
             return None
-        path = self._to_device(verified.path)
+        path = verified.exits.path
         scored, drawn_by = rows.scored, torch.zeros((len(path), 1), dtype=torch.int64, device=self.device)
         # Token j comes from the row of accepted node j - 1, the first one from the root's.
         row = torch.cat((batch.row_of[:, :1], batch.row_of.gather(1, path.clamp(min=0) + 1), drawn_by), dim=1)
         if root is not None and root.rows.scored is not None:
             request = self._to_device(root.request)
-            last = self._to_device(verified.length[root.request] + 1)
-            row[request, last] = len(scored) + torch.arange(len(request), device=self.device)
+            row[request, verified.exits.length[request] + 1] = len(scored) + torch.arange(
+                len(request), device=self.device
+            )
             scored = torch.cat((scored, root.rows.scored))
-        tokens = self._to_device(verified.tokens)
-        return logprobs_for(self.sampler, scored, row, tokens, self.input_batch.sampling_metadata)
+        return logprobs_for(self.sampler, scored, row, verified.tokens, self.input_batch.sampling_metadata)
 
     def _tree_paths(self, batch: Batch) -> list[list[int]]:
         """The tokens below the root on the way to each row of the step's trees."""
         paths: list[list[int]] = []
-        tokens, parents = batch.tree.tokens.tolist(), batch.tree.parents.tolist()
-        for r, size in enumerate(batch.tree.size.tolist()):
+        tokens, parents = batch.tokens.tolist(), batch.parents.tolist()
+        for r, size in enumerate(batch.sizes.tolist()):
             of_request: list[list[int]] = [[]]
             for token, parent in zip(tokens[r][:size], parents[r][:size], strict=True):
                 of_request.append([*of_request[parent + 1], token])
@@ -409,7 +415,8 @@ class TreeRounds(GPUModelRunner):
     @staticmethod
     def _emitted(verified: Verified, request: np.ndarray) -> list[list[int]]:
         """What each request has emitted in this step, the continuation included."""
-        return [verified.tokens[r, : verified.length[r] + 1].tolist() for r in request]
+        tokens, length = on_host(verified.tokens, verified.exits.length)
+        return [tokens[r, : length[r] + 1].tolist() for r in request]
 
     @staticmethod
     def _draw(rows: TargetRows, uniform: torch.Tensor | None) -> torch.Tensor:
@@ -487,7 +494,9 @@ class TreeRounds(GPUModelRunner):
             plan=plan,
             tree=Tree(to_device(tokens), to_device(parents), to_device(depth), to_device(sizes)),
             tokens=tokens,
+            parents=parents,
             sizes=sizes,
+            room=depth.max(axis=1),
             row_of=to_device(row_of),
             begin=begin,
             before=before,
@@ -568,7 +577,7 @@ class TreeRounds(GPUModelRunner):
         }
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return on_device(self.device, array)[0]
 
     def _blocks(self) -> Any:
         return self.input_batch.block_table[0]

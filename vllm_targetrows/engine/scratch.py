@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 
-import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_targetrows.engine import transfer
 
 
 def tail_blocks(block_size: int, new_tokens: int) -> int:
@@ -79,17 +80,17 @@ class BlockCopier:
         for stack in self._stacks:
             stack.index_copy_(1, destination, stack.index_select(1, source))
 
-    def copy_apart(self, source: np.ndarray, destination: np.ndarray) -> None:
-        """As ``copy``, with block numbers from the host, none of which is in both lists.
+    def copy_apart(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """As ``copy``, with block numbers of which none is in both lists.
 
         On a CPU that saves the detour: copied one by one, the blocks are read and written once, and in order.
         """
-        if self._stacks[0].device.type == "cpu":
+        if transfer.looking_is_free(self._stacks[0].device):
             for stack in self._stacks:
                 for origin, copy in zip(source.tolist(), destination.tolist(), strict=True):
                     stack.select(1, copy).copy_(stack.select(1, origin))
         else:
-            self.copy(*(torch.from_numpy(blocks).to(self._stacks[0].device) for blocks in (source, destination)))
+            self.copy(source, destination)
 
 
 def _groups_of_equal_stride(kv_caches: list[torch.Tensor]) -> list[list[torch.Tensor]]:

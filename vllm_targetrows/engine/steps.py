@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensor steps of a round, in torch and by our Triton kernels: same inputs, same results.
 
-``TorchSteps`` is right on any device.  ``KernelSteps`` is what a layout with kernels brings (``kernel_attention.py``).
+``TorchSteps`` is right on any device.  ``KernelSteps`` is what a layout with kernels brings (``kernel_attention.py``);
+with it no step of the round makes the host wait for the device.  What depends on the verifier's decision then gets the
+shape of the longest decision possible.  ``HostSteps`` (``host_steps.py``) is for a CPU, where looking costs nothing.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_targetrows.engine.rows import TargetRows
+from vllm_targetrows.engine.transfer import on_device
 from vllm_targetrows.selection import select
 from vllm_targetrows.trees import Pool, Tree
 from vllm_targetrows.verification import (
@@ -54,6 +58,47 @@ class Exits(NamedTuple):
     continuation: Tensor  # int64 [R]
 
 
+class StepRows(NamedTuple):
+    """Where the requests' own tokens are in a step: on the host, ``[R]`` each."""
+
+    begin: np.ndarray  # int64, a request's first row
+    before: np.ndarray  # int64, its tokens up to and including the root
+    computed: np.ndarray  # int64, its tokens computed before the step
+    room: np.ndarray  # int64, depth of its tree: the most nodes that can be accepted
+    carry: np.ndarray  # bool, the drafter also reads the position before the step's first one
+    prompt_token: np.ndarray  # int64, the prompt's token behind the step's own ones; -1 when the prompt is complete
+
+
+class Committed(NamedTuple):
+    """What the drafter reads after a step: ``n`` positions, those of a request one after the other.
+
+    Positions behind the newest committed one may follow; they hold anything, and the next step overwrites them.
+    """
+
+    rows: Tensor  # int64 [n], row of the target's pass (any for a carried position)
+    tokens: Tensor  # int64 [n], token behind the position
+    positions: Tensor  # int64 [n]
+    slots: Tensor  # int64 [n], KV slot
+    last: Tensor  # int64 [R], which of the ``n`` is the request's newest committed position
+    counts: np.ndarray  # int64 [R], how many of the ``n`` are the request's
+    end: np.ndarray  # int64 [R], position behind the request's last one
+
+
+class PathLayout(NamedTuple):
+    """Where the frontier's paths lie: ``k`` virtual sequences for each of ``R`` requests, with ``E`` entries each.
+
+    The entries follow the context, in scratch blocks, which hold a copy of the context's last, partly filled block.
+    """
+
+    table: Tensor  # int32 [R * k, blocks]
+    positions: Tensor  # int64 [E, R * k] of each path entry
+    lengths: Tensor  # int32 [E, R * k], sequence lengths with that entry
+    slots: Tensor  # int64 [E, R * k], KV slot of each path entry
+    context: Tensor  # int64 [R * k], the context's last block; any where that is full
+    longest: np.ndarray  # int64 [E], no sequence is longer with that entry
+    last_block: np.ndarray  # int64 [E], no path uses a later one of its scratch blocks up to that entry
+
+
 class Steps(Protocol):
     """What a round computes beside the models' passes."""
 
@@ -86,6 +131,33 @@ class Steps(Protocol):
             row_of: int64 ``[R, B + 1]`` row of the root and of each node.
             uniforms: float64 ``[R, 2]`` for exit and continuation, ``None`` when every request is greedy.
             levels: most levels of any tree.
+        """
+
+    def committed(
+        self, step: StepRows, path: Tensor, length: Tensor, emitted: Tensor, input_ids: Tensor, table: Tensor, size: int
+    ) -> Committed:
+        """What the drafter reads after a step: every newly committed position and the token behind it.
+
+        Args:
+            step: where the requests' tokens are.
+            path, length: of ``Exits``.
+            emitted: int64 ``[R, D + 2]`` accepted tokens, then the continuation; -1 behind them.
+            input_ids: int32 the step's tokens.
+            table: int32 ``[R, blocks]`` block table.
+            size: tokens in a block.
+        """
+
+    def paths(
+        self, position: Tensor, bound: np.ndarray, table: Tensor, size: int, scratch: np.ndarray, depth: int
+    ) -> PathLayout:
+        """Where the paths of pools of ``depth`` levels lie (``E = max(depth - 1, 1)``).
+
+        Args:
+            position: int64 ``[R]`` the context's last position.
+            bound: int64 ``[R]`` on the host: no position is larger.
+            table: int32 ``[R, blocks]`` block table.
+            size: tokens in a block.
+            scratch: int64 ``[R, k, tail]`` numbers of each path's scratch blocks.
         """
 
 
@@ -139,6 +211,59 @@ class TorchSteps:
                 assert rows.greedy is not None
                 continuation = torch.where(rows.greedy, rows.argmax[exit_row], continuation)
         return Exits(exit_node, path, length, continuation)
+
+    def committed(
+        self, step: StepRows, path: Tensor, length: Tensor, emitted: Tensor, input_ids: Tensor, table: Tensor, size: int
+    ) -> Committed:
+        counts = step.carry + step.before + step.room
+        start = np.cumsum(counts) - counts
+        request = np.repeat(np.arange(len(counts)), counts)
+        offset = np.arange(len(request)) - start[request] - step.carry[request]
+        behind = offset - step.before[request] + 1  # the token behind the position: its place among the emitted ones
+        position = step.computed[request] + offset
+        first = step.begin[request]
+        # Of the step's own positions rows and tokens are known, of the accepted path's where to look.
+        known_row = np.where(behind <= 0, first + np.maximum(offset, 0), -1)
+        known_token = np.where(behind == 0, step.prompt_token[request], -1)
+        (q, level, at, base, row, known, own, next_row, p, column, newest) = on_device(
+            path.device,
+            *(request, np.maximum(behind - 1, 0), np.maximum(behind, 0), first + step.before[request]),
+            *(known_row, known_token, behind < 0, np.where(behind < 0, first + offset + 1, 0)),
+            *(position, position // size, start + step.carry + step.before - 1),
+        )
+        rows = torch.where(row >= 0, row, base + path[q, level].clamp(min=0))
+        drawn = torch.where(known >= 0, known, emitted[q, at].clamp(min=0))
+        tokens = torch.where(own, input_ids[next_row].to(torch.int64), drawn)
+        slots = table[q, column].to(torch.int64) * size + p % size
+        return Committed(rows, tokens, p, slots, newest + length, counts, step.computed + step.before + step.room)
+
+    def paths(
+        self, position: Tensor, bound: np.ndarray, table: Tensor, size: int, scratch: np.ndarray, depth: int
+    ) -> PathLayout:
+        requests, k, tail = scratch.shape
+        device, own = position.device, table.shape[1]
+        entries = np.arange(max(depth - 1, 1))
+        width = max(int(bound.max() + 1) // size + tail, own)
+        blocks, entry = on_device(device, scratch, entries)
+        start = position + 1  # position of the first entry
+        column = start // size  # the scratch blocks replace the request's own from here on
+        columns = column[:, None] + torch.arange(tail, device=device)
+        paths = torch.zeros((requests, k, width), dtype=table.dtype, device=device)
+        paths[:, :, :own] = table[:, None]
+        paths.scatter_(2, columns[:, None].expand(-1, k, -1), blocks.to(table.dtype))
+        context = table.gather(1, column.clamp(max=own - 1)[:, None]).to(torch.int64)
+        at = (start[:, None] + entry)[:, None].expand(-1, k, -1)  # [R, k, E]
+        slots = blocks.gather(2, at // size - column[:, None, None]) * size + at % size
+        at, slots = (part.permute(2, 0, 1).reshape(len(entries), requests * k) for part in (at, slots))
+        return PathLayout(
+            table=paths.view(requests * k, width),
+            positions=at,
+            lengths=(at + 1).int(),
+            slots=slots,
+            context=context.expand(-1, k).reshape(-1),
+            longest=bound.max() + 2 + entries,
+            last_block=(size - 1 + entries) // size,
+        )
 
     @staticmethod
     def _masses(rows: TargetRows, tree: Tree, row_of: Tensor) -> tuple[Tensor, Tensor]:
