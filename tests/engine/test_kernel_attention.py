@@ -114,6 +114,55 @@ def test_every_back_ends_window_is_understood(written: Any, tokens: int) -> None
     assert sliding_window(SimpleNamespace(sliding_window=written)) == tokens
 
 
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "quantised_query"), [("auto", False), ("fp8", False), ("fp8", True), ("fp8_e4m3", True)]
+)
+def test_a_step_with_trees_attends_by_the_layers_settings(kv_cache_dtype: str, quantised_query: bool) -> None:
+    """A chunk of a prompt beside a tree; the query may come quantised, for the back end's own kernel."""
+    import torch
+
+    from vllm_targetrows.engine.kernel_attention import TreeRows, attend
+    from vllm_targetrows.triton_kernels.tree_attention import tree_attention_reference
+    from vllm_targetrows.triton_kernels.tree_mask import tree_mask
+
+    heads, kv_heads, head, block, e4m3 = 4, 2, 64, 16, torch.float8_e4m3fn
+    generator = torch.Generator().manual_seed(0)
+    kv_cache = torch.randn(9, kv_heads, block, 2 * head, generator=generator)
+    if kv_cache_dtype != "auto":
+        kv_cache = kv_cache.to(e4m3).view(torch.uint8)
+    query = torch.randn(9, heads * head, generator=generator)  # a padded row at its end
+    q_scale, k_scale, v_scale = torch.tensor(0.5), torch.tensor(0.7), torch.tensor(1.9)
+    depth, _, bits = tree_mask(torch.tensor([[-1, 0, -1], [-1, -1, -1]]), torch.tensor([3, 0]))
+    metadata = SimpleNamespace(
+        num_actual_tokens=8,
+        max_seq_len=40,
+        block_table=torch.tensor([[3, 1, 5], [2, 4, 7]], dtype=torch.int32),
+        seq_lens=torch.tensor([37, 4], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 4, 8], dtype=torch.int32),
+    )
+    impl = SimpleNamespace(
+        num_heads=heads, head_size=head, scale=0.3, kv_cache_dtype=kv_cache_dtype, sliding_window=(19, 0),
+        logits_soft_cap=5.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]),
+    )  # fmt: skip
+    layer = SimpleNamespace(_q_scale=q_scale, _k_scale=k_scale, _v_scale=v_scale)
+    rows = TreeRows(torch.tensor([1, 4], dtype=torch.int32), bits, depth)
+    given = (query / q_scale).to(e4m3) if quantised_query else query
+    output = torch.full((9, heads * head), float("nan"))
+    attend(impl, layer, given, kv_cache, metadata, rows, output)
+
+    quantised = kv_cache_dtype != "auto"
+    key, value = kv_cache.transpose(1, 2).split(head, dim=-1)
+    expected = tree_attention_reference(
+        (given.float() * q_scale if quantised_query else query)[:8].view(8, heads, head),
+        *(part.contiguous() for part in (key, value)),
+        metadata.block_table, metadata.seq_lens, metadata.query_start_loc, rows.before, bits, depth,
+        scale=0.3, sliding_window=20, softcap=5.0, sinks=impl.sinks,
+        k_scale=0.7 if quantised else 1.0, v_scale=1.9 if quantised else 1.0,
+    )  # fmt: skip
+    torch.testing.assert_close(output[:8].view(8, heads, head).double(), expected, rtol=1e-4, atol=1e-4)
+    assert output[8].isnan().all()
+
+
 def test_the_plan_names_every_node() -> None:
     import torch
 

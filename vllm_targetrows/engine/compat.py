@@ -350,9 +350,9 @@ def _feature_limits(vllm_config: Any) -> Iterator[tuple[bool, str, str]]:
         "compilation_config={'cudagraph_mode': 'PIECEWISE'} or enforce_eager=True",
     )
     yield (
-        not _on_cpu() and cache.cache_dtype not in ("auto", "bfloat16", "float16"),
+        not _on_cpu() and cache.cache_dtype not in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3"),
         f"kv_cache_dtype={cache.cache_dtype!r} on this device",
-        "'auto', 'bfloat16', 'float16'",
+        "'auto', 'bfloat16', 'float16', 'fp8', 'fp8_e4m3'",
     )
     yield getattr(vllm_config, "watermark_config", None) is not None, "watermarking (watermark_config)", "none"
     hisparse = getattr(vllm_config.attention_config, "hisparse_config", None)

@@ -27,6 +27,9 @@ from vllm_targetrows.triton_kernels.commit import caches, commit
 from vllm_targetrows.triton_kernels.tree_attention import tree_attention
 from vllm_targetrows.triton_kernels.tree_mask import tree_mask
 
+FP8 = ("fp8", "fp8_e4m3")
+"""Names of the quantised KV cache types that the kernel reads, with one scale for all keys and one for all values."""
+
 
 @dataclass(frozen=True)
 class KernelStep:
@@ -128,6 +131,10 @@ class TreeKernelAttention:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc, no-any-return]
         return attend(self, layer, query, kv_cache, attn_metadata, rows, output)
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No: steps with trees write their output as it is."""
+        return False
+
 
 def attend(
     impl: Any,
@@ -141,12 +148,14 @@ def attend(
     """Attention of a step with trees, by the settings of ``impl`` (window, soft cap, sinks, scales)."""
     tokens, requests = metadata.num_actual_tokens, len(rows.before)
     key_cache, value_cache = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
-    quantised = impl.kv_cache_dtype.startswith("fp8")
+    quantised = impl.kv_cache_dtype in FP8
     if quantised:
-        dtype = torch.float8_e5m2 if impl.kv_cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
-        key_cache, value_cache = key_cache.view(dtype), value_cache.view(dtype)
+        key_cache, value_cache = key_cache.view(torch.float8_e4m3fn), value_cache.view(torch.float8_e4m3fn)
+    query = query[:tokens]
+    if query.dtype == torch.float8_e4m3fn:  # vLLM's layer has quantised it for the back end's own kernel
+        query = (query.float() * layer._q_scale).to(output.dtype)
     tree_attention(
-        query[:tokens].view(tokens, impl.num_heads, impl.head_size),
+        query.view(tokens, impl.num_heads, impl.head_size),
         key_cache,
         value_cache,
         metadata.block_table[:requests],
