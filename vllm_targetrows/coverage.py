@@ -16,7 +16,7 @@ prefix is a tuple of tokens relative to the committed context, the root is ``()`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,31 @@ def frontier(nodes: Collection[Prefix], scored: Collection[Prefix]) -> set[Prefi
     """Scored prefixes outside the tree ``nodes`` whose parent is the root or in the tree."""
     inside = {(), *nodes}
     return {prefix for prefix in scored if prefix not in inside and prefix[:-1] in inside}
+
+
+def next_root_match(
+    tokens: Sequence[int], parents: Sequence[int], exit_node: int, emitted: Sequence[int]
+) -> tuple[str, int | None]:
+    """How a round's scored nodes match the next root.
+
+    Args:
+        tokens, parents: of the tree's nodes in preorder, ``-1`` = child of the root.
+        exit_node: 0 for the root, ``i + 1`` for node ``i``.
+        emitted: the tokens behind the exit: the continuation and, under the drawing rules, the drawn token.
+
+    Returns:
+        ``address`` and the node where the next root's whole context was scored; ``token_only`` and the first node with
+        its last token where only that was; ``none`` and ``None`` otherwise.
+    """
+    here: int | None = exit_node - 1
+    for token in emitted:
+        here = next((i for i, known in enumerate(tokens) if known == token and parents[i] == here), None)
+        if here is None:
+            break
+    if here is not None:
+        return "address", here
+    same = next((i for i, known in enumerate(tokens) if known == emitted[-1]), None)
+    return ("none" if same is None else "token_only"), same
 
 
 def exit_prefix_law(rows: Rows, nodes: Collection[Prefix], rule: str = "exhaustive") -> dict[Prefix, float]:

@@ -47,7 +47,7 @@ def exhaustive_traversal(rows: Tensor, tree: Tree, uniforms: Sequence[float]) ->
     raise ValueError(f"the walk needs more than {len(uniforms)} uniforms")
 
 
-def path_products(child_p: Tensor, parents: Tensor, depth: Tensor) -> Tensor:
+def path_products(child_p: Tensor, parents: Tensor, depth: Tensor, levels: int | None = None) -> Tensor:
     """``P``: product of the edges' probabilities along each path, float64 ``[R, B + 1]``; 1 at the root, 0 at padding.
 
     By pointer doubling: after ``k`` passes every node has multiplied its ``2 ** k`` nearest edges.
@@ -55,16 +55,29 @@ def path_products(child_p: Tensor, parents: Tensor, depth: Tensor) -> Tensor:
     Args:
         child_p: float ``[R, B]`` probability of each node's token in its parent's row.
         parents, depth: int64 ``[R, B]`` of the tree.
+        levels: no tree is deeper; looked up where not given.
     """
+    levels = deepest(depth) if levels is None else levels
     requests = child_p.shape[0]
     product = child_p.new_ones((requests, child_p.shape[1] + 1), dtype=torch.float64)
     product[:, 1:] = torch.where(depth > 0, child_p, 0)
     up = torch.cat((parents.new_zeros((requests, 1)), parents + 1), dim=1)  # the root points at itself, with product 1
-    for k in range((deepest(depth) - 1).bit_length()):
+    for k in range((levels - 1).bit_length() if levels else 0):
         if k:
             up = up.gather(1, up)
         product = product * product.gather(1, up)
     return product
+
+
+def expected_length(probs: Tensor, tree: Tree, row_of: Tensor, levels: int) -> Tensor:
+    """The number of accepted tokens that the rows let expect: the sum of ``P`` over the nodes, float64 ``[R]``.
+
+    Args:
+        probs: float ``[T, V]``, each row a distribution.
+        levels: no tree is deeper.
+    """
+    child_p = probs[row_of.gather(1, tree.parents + 1), tree.tokens.clamp(min=0)].double()
+    return path_products(child_p, tree.parents, tree.depth, levels)[:, 1:].sum(dim=1)
 
 
 def exit_law(child_p: Tensor, residual: Tensor, tree: Tree) -> Tensor:

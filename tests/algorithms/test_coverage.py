@@ -15,6 +15,7 @@ from vllm_targetrows.coverage import (
     exit_prefix_law,
     expected_accepted,
     frontier,
+    next_root_match,
     token_match,
     total_variation,
     tree_prefixes,
@@ -42,6 +43,30 @@ def random_target(seed, vocabulary):
         return mass / mass.sum()
 
     return rows
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+def test_next_root_match_compares_whole_contexts(random_tree, behind):
+    """Every exit and every continuation (and drawn token) of some trees, against their lists of prefixes."""
+    seen = set()
+    for seed in range(6):
+        tree = random_tree(seed, seed, 3)
+        nodes = tree_prefixes(tree)
+        tokens, parents = ([int(x) for x in part[0][: len(nodes)]] for part in (tree.tokens, tree.parents))
+        for exit_node, suffix in itertools.product(range(len(nodes) + 1), itertools.product(range(4), repeat=behind)):
+            context = (*((), *nodes)[exit_node], *suffix)
+            same = [i for i, prefix in enumerate(nodes) if prefix[-1] == context[-1]]
+            if context in nodes:
+                expected = "address", nodes.index(context)
+            else:
+                expected = ("token_only", same[0]) if same else ("none", None)
+            assert next_root_match(tokens, parents, exit_node, suffix) == expected
+            seen.add(expected[0])
+            if behind == 1 and nodes:
+                exits, token = torch.tensor([exit_node]), torch.tensor(suffix)
+                assert (address_match(tree, exits, token)[0] >= 0) == (expected[0] == "address")
+                assert token_match(tree, token).any() == (expected[0] != "none")
+    assert seen == {"address", "token_only", "none"}
 
 
 ORACLE_1 = words("a", "b", "aa", "ab", "ba", "aaa", "aab")

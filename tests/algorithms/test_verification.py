@@ -19,6 +19,7 @@ from vllm_targetrows.verification import (
     edge_masses_greedy,
     exhaustive_traversal,
     exit_law,
+    expected_length,
     path_products,
     residual_row,
 )
@@ -126,6 +127,18 @@ def test_expected_accepted_tokens_are_the_path_products(random_tree, stack_trees
     depth = torch.cat((torch.zeros(2, 1), tree.depth), dim=1)
     assert torch.allclose((law * depth).sum(dim=1), products[:, 1:].sum(dim=1), rtol=1e-12)
     assert products[:, 0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("levels", [None, 7, 8, 20])
+def test_expected_length_is_the_exit_laws_mean(random_tree, stack_trees, levels):
+    tree, rows, row_of = batch_of(random_tree, stack_trees, [0, 1, 7, 12], 5, spare=2)
+    deepest = max(int(tree.depth.max()), levels or 0)
+    law = exit_law(*edge_masses(rows, tree, row_of), tree)
+    depth = torch.cat((torch.zeros_like(tree.size)[:, None], tree.depth), dim=1)
+    expected = (law * depth).sum(dim=1)
+    torch.testing.assert_close(expected_length(rows, tree, row_of, deepest), expected, rtol=1e-12, atol=0)
+    none = Tree.empty(2)
+    assert expected_length(rows, none, row_of[:2, :1], 0).tolist() == [0, 0]
 
 
 def test_batched_equals_one_at_a_time(random_tree, stack_trees):

@@ -90,7 +90,9 @@ def _server() -> Any:
         _context.set_forkserver_preload(["engine_preload"])
         before = dict(os.environ)
         # Python 3.11's fork server imports what it preloads before it sets sys.path, and passes over what is not found.
-        os.environ.update(ENVIRONMENT, PYTHONPATH=str(Path(__file__).parent))
+        os.environ.update(
+            ENVIRONMENT, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        )
         # The working folder off its path: the repository's triton_kernels/ would shadow vLLM's own copy there.
         os.environ["PYTHONSAFEPATH"] = "1"
         os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"  # of processes that are ended, not closed
@@ -113,6 +115,7 @@ def _child(
     os.setsid()  # its own group, so that its workers end with it
     threading.Thread(target=_end_with_the_test, args=(lifeline,), daemon=True).start()
     os.environ.update(environment)
+    tempfile.tempdir = str(Path(log).parent)  # this process ends without cleaning up
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

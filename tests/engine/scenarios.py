@@ -103,6 +103,19 @@ def _worker_class(llm: Any) -> Any:
     return resolve_obj_by_qualname(llm.llm_engine.vllm_config.parallel_config.worker_cls)
 
 
+def our_metrics(llm: Any) -> dict[str, dict[str, Any]]:
+    """Our metrics in ``LLM.get_metrics()``: by name and by the values of their own labels."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in llm.get_metrics():
+        if each.name.startswith("vllm:targetrows_"):
+            labels = dict(each.labels)
+            common = [labels.pop(name) for name in ("model_name", "engine", "selection")]
+            value = (each.count, each.sum, each.buckets) if hasattr(each, "buckets") else each.value
+            found.setdefault(each.name.removeprefix("vllm:targetrows_"), {})[",".join(labels.values())] = value
+            found.setdefault("labels", {})[",".join(common)] = True
+    return found
+
+
 def metric(llm: Any, name: str) -> float:
     """Value of one of vLLM's own counters or gauges."""
     return sum(float(m.value) for m in llm.get_metrics() if m.name == name)
@@ -116,7 +129,7 @@ def answer(model: Path, options: dict[str, Any], batches: Sequence[Batch]) -> di
 
     Returns:
         ``answers``: a list of reports per batch; ``states``: each worker's afterwards; ``preemptions``; ``cached``:
-        prompt tokens found in the prefix cache.
+        prompt tokens found in the prefix cache; ``metrics``: ours.
     """
     llm = make_engine(model, **options)
     return {
@@ -124,7 +137,18 @@ def answer(model: Path, options: dict[str, Any], batches: Sequence[Batch]) -> di
         "states": states(llm),
         "preemptions": metric(llm, "vllm:num_preemptions"),
         "cached": metric(llm, "vllm:prefix_cache_hits"),
+        "metrics": our_metrics(llm),
     }
+
+
+def without_statistics(model: Path, options: dict[str, Any], prompts: Sequence[Tokens]) -> tuple[bool, list[str]]:
+    """Whether an engine decodes with trees, and the names of our metrics in its process."""
+    from prometheus_client import REGISTRY
+
+    llm = make_engine(model, **options)
+    generate(llm, prompts, {"temperature": 0.0, "max_tokens": 8})
+    names = [each.name for each in REGISTRY.collect() if each.name.startswith("vllm:targetrows")]
+    return llm.collective_rpc("targetrows_state")[0]["rounds"] > 0, names
 
 
 def answer_with_kernels(model: Path, options: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:

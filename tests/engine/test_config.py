@@ -23,6 +23,7 @@ def test_defaults() -> None:
         "tree_depth": 8,
         "tree_min_probability": 0.0,
         "tree_grow_probability": 0.0,
+        "metrics_row_rate": 0.01,
         "root_row": "separate",
     }
     assert config.pool_size == 710
@@ -38,6 +39,7 @@ def test_every_option_is_taken_and_dashes_count_as_underscores() -> None:
             "tree-depth": 3,
             "tree-min-probability": 0.25,
             "tree-grow-probability": 0.5,
+            "metrics-row-rate": 1.0,
             "root-row": "separate",
         }
     )

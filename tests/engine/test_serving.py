@@ -229,6 +229,17 @@ def test_seeded_requests_with_long_prompts_do_not_end_the_engine(server: Server)
     _idle(server)
 
 
+def test_the_rounds_are_in_the_metrics(server: Server) -> None:
+    """The worker counts in a process of its own."""
+    server.client().chat.completions.create(model=NAME, messages=QUESTION, temperature=0, max_tokens=24)
+    text = httpx.get(f"{server.url}/metrics").text
+    assert f'vllm:targetrows_rounds_total{{engine="0",model_name="{NAME}",selection="root"}}' in text
+    state = server.state()
+    assert server.metric("vllm:targetrows_rounds_total") == state["rounds"] > 0
+    assert server.metric("vllm:targetrows_tree_nodes_sum") == state["tree_nodes"]
+    assert server.metric("vllm:targetrows_accepted_tokens_sum") == state["accepted_tokens"]
+
+
 def test_bench_serve_completes(server: Server, target_folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text(

@@ -51,6 +51,7 @@ def test_two_workers_write_what_one_writes(tiny_pair: Any, plain: list[list[int]
     first, second = ({k: v for k, v in state.items() if not k.endswith("_seconds")} for state in result["states"])
     assert first == second
     assert first["rounds"] > 0
+    assert result["metrics"]["rounds"] == {"": first["rounds"]}  # counted once
     assert first["requests"] == first["trees"] == first["carried"] == 0
 
     # A worker that had drawn other tokens than its neighbour would have filled its half of the KV cache with them.  The

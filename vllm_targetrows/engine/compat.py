@@ -215,6 +215,12 @@ def _create_engine_config(stock: Callable[..., Any], args: Any, *positional: Any
             setattr(args, name, value)
     setattr(vllm_config.speculative_config, METHOD, True)  # read by _validate_spec_decode
     check_supported(vllm_config, config)
+    from vllm_targetrows.engine import metrics
+
+    if args.disable_log_stats:
+        metrics.withdraw()
+    else:
+        metrics.publish()
     return vllm_config
 
 

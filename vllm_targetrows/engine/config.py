@@ -45,6 +45,8 @@ class TargetRowsConfig(BaseModel):
     """Nodes whose path is less likely than this by the drafter's rows are neither extended nor verified."""
     tree_grow_probability: float = Field(default=0.0, ge=0, lt=1, description="a number from 0 to below 1")
     """A further level is grown only below paths of which one is at least this likely by the drafter's rows."""
+    metrics_row_rate: float = Field(default=0.01, ge=0, le=1, description="a number from 0 to 1")
+    """Share of the rounds of which a row is kept and compared with the next root row, for the metrics."""
     root_row: Literal["separate"] = Field(default="separate", description="'separate'")
     """Where the root row comes from: ``separate`` is a target pass of its own over the continuations."""
 

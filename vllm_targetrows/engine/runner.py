@@ -22,17 +22,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.nn.functional import pad
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import _SAMPLING_EPS
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_targetrows.coverage import next_root_match, total_variation
 from vllm_targetrows.engine.attention import TreeLayout
 from vllm_targetrows.engine.compat import tree_layout
 from vllm_targetrows.engine.config import TargetRowsConfig
 from vllm_targetrows.engine.drafting import Eagle3Drafter
+from vllm_targetrows.engine.metrics import Round, RoundMetrics, round_metrics
 from vllm_targetrows.engine.rows import (
     TargetRows,
     enable_builtin_processors,
@@ -46,7 +50,7 @@ from vllm_targetrows.engine.statistics import RoundStatistics
 from vllm_targetrows.engine.steps import Exits, StepRows, Steps
 from vllm_targetrows.engine.transfer import on_device, on_host
 from vllm_targetrows.trees import Pool, Tree
-from vllm_targetrows.verification import draw_token
+from vllm_targetrows.verification import draw_token, expected_length
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -63,13 +67,14 @@ NO_PARENTS = np.zeros(0, dtype=np.int64)
 NOTHING_CARRIED = (-2, torch.empty(0))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProposedTree:
     """What is kept of a request's tree until the scheduler brings it back: tokens and parents, in preorder."""
 
     tokens: list[int]
     parents: np.ndarray
     reason: str | None = None  # why the tree is empty
+    first_level: list[int] | None = None  # the pool's first level, likeliest first; None: counted already
 
 
 @dataclass
@@ -90,6 +95,7 @@ class Batch:
     kept: np.ndarray  # bool [R] the step's tokens count (the prompt is complete)
     decoding: np.ndarray  # bool [R] the prompt was complete before the step
     reasons: list[str | None]  # [R] why a request has no tree
+    first_levels: list[list[int] | None]  # [R] first level of the pool that the tree was chosen from
 
     @property
     def root_position(self) -> np.ndarray:
@@ -108,6 +114,24 @@ class Verified:
 
     exits: Exits
     tokens: torch.Tensor  # int64 [R, D + 2] accepted tokens, continuation, drawn token; -1 = none
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the metrics need from the device.  ``R`` requests, ``G`` of them get a pool."""
+
+    rows: TargetRows
+    expected: torch.Tensor  # float64 [R] accepted tokens that the rows let expect; only of sampled requests
+    top: torch.Tensor  # int64 [R] likeliest token of the root's row
+    first_level: torch.Tensor  # int64 [G, k] of the new pools
+    root_top: torch.Tensor  # int64 [n] likeliest token of each row of the root pass
+    compared: list[tuple[str, str]]  # request and match of each retained row
+    distance: torch.Tensor  # float64, its total variation distance from the root's row
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them as int64."""
+        numbers = (self.expected.view(torch.int64), self.distance.view(torch.int64))
+        return (self.top, self.first_level, self.root_top, *numbers)
 
 
 @dataclass(frozen=True)
@@ -132,10 +156,17 @@ class TreeRounds(GPUModelRunner):
         self._drafts: list[list[int]] = []
         self._batch: Batch | None = None
         self._step_state: Any = None
+        self._retained: dict[
+            str, tuple[str, torch.Tensor]
+        ] = {}  # match and row that the next root row is compared with
+        self._metrics: RoundMetrics | None = None
         enable_builtin_processors(self)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        if get_tensor_model_parallel_rank() == 0:
+            options = self.options
+            self._metrics = round_metrics(self.vllm_config, options.selection, options.metrics_row_rate)
         # The drafter's LM head may just have been dropped for the target's.  On the CPU it holds a oneDNN handle, whose
         # destructor reads a tensor, and it is part of a reference cycle: if the garbage collector came by while
         # torch.compile traces the target, the tensor would be read under fake mode, which kills the process.
@@ -200,7 +231,7 @@ class TreeRounds(GPUModelRunner):
             root = self._root_pass(batch, verified, growing)
         with stats.phase("select"):
             tree = self._select(batch, verified, growing, pool, root, chance)
-            self._hand_over(batch, verified, growing, tree, root)
+            self._hand_over(batch, verified, growing, tree, root, self._observe(rows, batch, pool, root))
         return SamplerOutput(
             sampled_token_ids=verified.tokens.to(torch.int32),
             logprobs_tensors=self._logprobs(batch, verified, rows, root),
@@ -316,13 +347,19 @@ class TreeRounds(GPUModelRunner):
         return self._steps.select(pool, self.options.num_speculative_tokens, rule, root_log_p, drawn, has_row)
 
     def _hand_over(
-        self, batch: Batch, verified: Verified, growing: np.ndarray, tree: Tree, root: RootRows | None
+        self,
+        batch: Batch,
+        verified: Verified,
+        growing: np.ndarray,
+        tree: Tree,
+        root: RootRows | None,
+        observed: Observed | None,
     ) -> None:
         """Bring the decision and the next trees to the host, and keep what the next step needs."""
         req_ids, rule = self.input_batch.req_ids, self.options.selection
-        length, emitted, tokens, parents, sizes = on_host(
-            verified.exits.length, verified.tokens, tree.tokens, tree.parents, tree.size
-        )
+        wanted = (verified.exits.length, verified.tokens, tree.tokens, tree.parents, tree.size)
+        seen = () if observed is None else (verified.exits.exit_node, *observed.tensors())
+        length, emitted, tokens, parents, sizes, *numbers = on_host(*wanted, *seen)
         if root is not None and rule in DRAWING_RULES:
             position = batch.root_position + length + 1
             for i, r in enumerate(root.request.tolist()):
@@ -334,6 +371,8 @@ class TreeRounds(GPUModelRunner):
             self._drafts[r] = tokens[i, :size].tolist()
             self._proposed[req_ids[r]] = ProposedTree(self._drafts[r], parents[i, :size], None if size else empty)
         self._count(batch, length, emitted)
+        if observed is not None:
+            self._count_in_metrics(batch, observed, length, emitted, growing, root, *numbers)
 
     def _growing(self, batch: Batch) -> np.ndarray:
         """Batch rows that get a tree next; why the others do not is kept for the statistics."""
@@ -360,6 +399,83 @@ class TreeRounds(GPUModelRunner):
             stats.tree_nodes += size
             stats.accepted_tokens += int(length[r])
             stats.emitted_tokens += int(counts[r])
+
+    # ------------------------------------------------------------------ metrics
+
+    def _observe(self, rows: TargetRows, batch: Batch, pool: Pool | None, root: RootRows | None) -> Observed | None:
+        """What the metrics need from the device; brought to the host with everything else."""
+        if self._metrics is None:
+            return None
+        root_row, requests = batch.row_of[:, 0], len(batch.before)
+        expected = torch.zeros(requests, dtype=torch.float64, device=self.device)
+        if rows.probs is not None and batch.plan is not None:
+            expected = expected_length(rows.probs, batch.tree, batch.row_of, int(batch.room.max()))
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        retained = [
+            (r, i, *self._retained.pop(i)) for r, i in enumerate(self.input_batch.req_ids) if i in self._retained
+        ]
+        distance = [_variation(rows, root_row[r : r + 1], kept) for r, _, _, kept in retained if batch.kept[r]]
+        return Observed(
+            rows=rows,
+            expected=expected,
+            top=_likeliest(rows, root_row),
+            first_level=none if pool is None else pool.tokens[:, : pool.width],
+            root_top=none
+            if root is None
+            else _likeliest(root.rows, torch.arange(len(root.request), device=self.device)),
+            compared=[(req_id, match) for r, req_id, match, _ in retained if batch.kept[r]],
+            distance=torch.cat(distance) if distance else none.double(),
+        )
+
+    def _count_in_metrics(
+        self,
+        batch: Batch,
+        observed: Observed,
+        length: np.ndarray,
+        emitted: np.ndarray,
+        growing: np.ndarray,
+        root: RootRows | None,
+        exit_node: np.ndarray,
+        top: np.ndarray,
+        first_level: np.ndarray,
+        root_top: np.ndarray,
+        expected: np.ndarray,
+        distance: np.ndarray,
+    ) -> None:
+        """Count the step in vLLM's metrics; arrays as of ``Observed``."""
+        metrics, req_ids = self._metrics, self.input_batch.req_ids
+        assert metrics is not None
+        sampled = expected.view(np.float64)
+        for (_, match), value in zip(observed.compared, distance.view(np.float64).tolist(), strict=True):
+            metrics.variation(match, value)
+        for r in np.flatnonzero(batch.decoding & batch.kept):
+            size, accepted = int(batch.sizes[r]), int(length[r])
+            if not size:
+                metrics.no_tree(batch.reasons[r] or "not_scheduled")
+                continue
+            behind = [token for token in emitted[r, accepted:].tolist() if token >= 0]
+            nodes = (batch.tokens[r, :size].tolist(), batch.parents[r, :size].tolist())
+            match, node = next_root_match(*nodes, int(exit_node[r]), behind)
+            mean = float(accepted) if self._is_greedy(r) else float(sampled[r])
+            metrics.round(Round(size, accepted, int((emitted[r] >= 0).sum()), mean, match))
+            first = batch.first_levels[r]
+            if first is not None:
+                metrics.first_token(_rank(first, int(emitted[r, 0])), first[0] == top[r])
+            if node is not None and metrics.samples_a_row():
+                kept = _row(observed.rows, batch.row_of[r, node + 1], self._is_greedy(r))
+                self._retained[req_ids[r]] = (match, kept)
+        drawing = root is not None and self.options.selection in DRAWING_RULES
+        place = {} if root is None or not drawing else {r: i for i, r in enumerate(root.request.tolist())}
+        for i, r in enumerate(growing.tolist()):
+            level = first_level[i].tolist()
+            if r in place:  # the root row has been drawn from: the pool's own root is no root of a tree
+                drawn = int(emitted[r, length[r] + 1])
+                metrics.first_token(_rank(level, drawn), level[0] == root_top[place[r]])
+            else:
+                self._proposed[req_ids[r]].first_level = level
+
+    def _is_greedy(self, r: int) -> bool:
+        return float(self.input_batch.temperature_cpu[r]) < _SAMPLING_EPS
 
     # ------------------------------------------------------------------ rows and draws
 
@@ -505,6 +621,7 @@ class TreeRounds(GPUModelRunner):
             kept=~self.discard_request_mask.np[:requests],
             decoding=computed >= self.input_batch.num_prompt_tokens[:requests],
             reasons=[known.reason if known else None for known in proposed],
+            first_levels=[known.first_level if known else None for known in proposed],
         )
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -537,10 +654,15 @@ class TreeRounds(GPUModelRunner):
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
         self._step_state = self.execute_model_state
+        batch = self._batch
         try:
             return super().sample_tokens(grammar_output)
         finally:
             self._step_state = self._batch = None
+            if self._metrics is not None:
+                phases = self.round_statistics.since_last_time()
+                if batch is not None and (batch.sizes[batch.decoding & batch.kept] > 0).any():
+                    self._metrics.step(phases)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of unfinished prompts, which a CPU generator cannot do.  The round never
@@ -566,6 +688,7 @@ class TreeRounds(GPUModelRunner):
         """Drop what is kept of a request."""
         self._proposed.pop(req_id, None)
         self._carried.pop(req_id, None)
+        self._retained.pop(req_id, None)
 
     def targetrows_state(self) -> dict[str, Any]:
         """Statistics of the rounds and what is kept of requests at this moment."""
@@ -574,6 +697,7 @@ class TreeRounds(GPUModelRunner):
             "requests": len(self.requests),
             "trees": len(self._proposed),
             "carried": len(self._carried),
+            "retained": len(self._retained),
         }
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
@@ -587,6 +711,37 @@ class TreeRounds(GPUModelRunner):
 
     def _block_table_np(self) -> np.ndarray:
         return self._blocks().get_numpy_array()
+
+
+def _rank(first_level: list[int], token: int) -> int | None:
+    """Place of ``token``, counted from 1."""
+    return first_level.index(token) + 1 if token in first_level else None
+
+
+def _likeliest(rows: TargetRows, row: torch.Tensor) -> torch.Tensor:
+    """int64 ``[n]`` likeliest token of each ``row``, int64 ``[n]``."""
+    if rows.argmax is not None:  # of all rows, before the temperature
+        return rows.argmax[row]
+    assert rows.probs is not None
+    return rows.probs[row].argmax(dim=1)
+
+
+def _row(rows: TargetRows, row: torch.Tensor, greedy: bool) -> torch.Tensor:
+    """A copy of one row: ``[V]``, or the token ``[]`` of a greedy request's point mass."""
+    if greedy:
+        assert rows.argmax is not None
+        return rows.argmax[row].clone()
+    assert rows.probs is not None
+    return rows.probs[row].clone()
+
+
+def _variation(rows: TargetRows, row: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Total variation distance of a kept row and of ``row``, int64 ``[1]``: float64 ``[1]``."""
+    if kept.dim() == 0:
+        assert rows.argmax is not None
+        return (rows.argmax[row] != kept).double()
+    assert rows.probs is not None
+    return total_variation(rows.probs[row], kept)
 
 
 class TargetRowsCPURunner(TreeRounds, CPUModelRunner):

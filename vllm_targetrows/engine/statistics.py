@@ -27,6 +27,7 @@ class RoundStatistics:
         self.no_tree: Counter[str] = Counter()
         self.phase_seconds = dict.fromkeys(PHASES, 0.0)
         self.forward_seconds = dict.fromkeys(PHASES, 0.0)
+        self._asked = dict(self.phase_seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -45,6 +46,12 @@ class RoundStatistics:
             yield
         finally:
             self.forward_seconds[name] += time.perf_counter() - start
+
+    def since_last_time(self) -> dict[str, float]:
+        """Seconds of each phase since this was last asked."""
+        now, before = dict(self.phase_seconds), self._asked
+        self._asked = now
+        return {name: seconds - before[name] for name, seconds in now.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """A plain copy, for sending to the front end."""
