@@ -47,6 +47,10 @@ class TargetRowsConfig(BaseModel):
     """A further level is grown only below paths of which one is at least this likely by the drafter's rows."""
     metrics_row_rate: float = Field(default=0.01, ge=0, le=1, description="a number from 0 to 1")
     """Share of the rounds of which a row is kept and compared with the next root row, for the metrics."""
+    record: str | None = Field(default=None, min_length=1, description="the path of a file to write")
+    """Parquet file of recorded rounds, for the study."""
+    record_rate: float = Field(default=1.0, gt=0, le=1, description="a number above 0, at most 1")
+    """Share of the rounds that are recorded."""
     root_row: Literal["separate"] = Field(default="separate", description="'separate'")
     """Where the root row comes from: ``separate`` is a target pass of its own over the continuations."""
 

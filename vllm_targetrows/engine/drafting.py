@@ -186,7 +186,7 @@ class Eagle3Drafter:
 
         None scores more than the frontier's best.  Requests of one step grow together: one of them is reason enough.
         """
-        if not transfer.looking_is_free(self.device):
+        if not transfer.looking_is_free(self.device) or self.options.record is not None:
             return True
         budget = self.options.num_speculative_tokens
         # Of equal scores the shallower node wins, so B nodes as good as the frontier's best leave no room.

@@ -37,6 +37,7 @@ from vllm_targetrows.engine.compat import tree_layout
 from vllm_targetrows.engine.config import TargetRowsConfig
 from vllm_targetrows.engine.drafting import Eagle3Drafter
 from vllm_targetrows.engine.metrics import Round, RoundMetrics, round_metrics
+from vllm_targetrows.engine.recording import RoundRecorder
 from vllm_targetrows.engine.rows import (
     TargetRows,
     enable_builtin_processors,
@@ -49,6 +50,7 @@ from vllm_targetrows.engine.scratch import BlockCopier, append_blocks, bytes_per
 from vllm_targetrows.engine.statistics import RoundStatistics
 from vllm_targetrows.engine.steps import Exits, StepRows, Steps
 from vllm_targetrows.engine.transfer import on_device, on_host
+from vllm_targetrows.recording import Recorder
 from vllm_targetrows.trees import Pool, Tree
 from vllm_targetrows.verification import draw_token, expected_length
 
@@ -160,6 +162,7 @@ class TreeRounds(GPUModelRunner):
             str, tuple[str, torch.Tensor]
         ] = {}  # match and row that the next root row is compared with
         self._metrics: RoundMetrics | None = None
+        self._recorder: RoundRecorder | None = None
         enable_builtin_processors(self)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -185,6 +188,8 @@ class TreeRounds(GPUModelRunner):
         one_tree = options.num_speculative_tokens * tail_blocks(size, options.tree_depth + 2)
         wanted = self.max_num_reqs * max(one_pool, one_tree)
         count = max(one_pool, one_tree, min(wanted, int(blocks * SCRATCH_SHARE)))
+        if options.record is not None:
+            count = max(count, RoundRecorder.scratch_blocks(options, size))
         super().initialize_kv_cache(append_blocks(kv_cache_config, count), *args, **kwargs)
         self._block_size = self._blocks().block_size
         assert self._block_size == size, "kernel blocks differ from the KV cache manager's blocks"
@@ -210,6 +215,10 @@ class TreeRounds(GPUModelRunner):
             self.round_statistics,
             self._steps,
         )
+        if options.record is not None:
+            writes = get_tensor_model_parallel_rank() == 0
+            recorder = Recorder(options.record, self._recorded_settings()) if writes else None
+            self._recorder = RoundRecorder(self, recorder, options.record_rate, scratch, BlockCopier(kv_caches))
 
     # ------------------------------------------------------------------ the round
 
@@ -218,6 +227,8 @@ class TreeRounds(GPUModelRunner):
         batch, stats = self._batch, self.round_statistics
         assert batch is not None
         chance = self._uniforms(batch)
+        # Before the transforms, which may change the logits in place.
+        log_p = None if self._recorder is None else logits.float().log_softmax(dim=1)
         with stats.phase("verify"):
             rows = self._rows(logits, batch)
             verified = self._verify(rows, batch, chance)
@@ -232,6 +243,9 @@ class TreeRounds(GPUModelRunner):
         with stats.phase("select"):
             tree = self._select(batch, verified, growing, pool, root, chance)
             self._hand_over(batch, verified, growing, tree, root, self._observe(rows, batch, pool, root))
+        if self._recorder is not None:
+            assert log_p is not None
+            self._recorder.step(batch, verified, growing, pool, root, rows, log_p)
         return SamplerOutput(
             sampled_token_ids=verified.tokens.to(torch.int32),
             logprobs_tensors=self._logprobs(batch, verified, rows, root),
@@ -306,17 +320,20 @@ class TreeRounds(GPUModelRunner):
             positions=positions,
         )
         per_layer = self._metadata_of_layers(metadata)
-        with (
-            self.round_statistics.forward("root_pass"),
-            set_forward_context(
-                per_layer, self.vllm_config, num_tokens=n, slot_mapping=dict.fromkeys(per_layer, slots)
-            ),
-        ):
-            output = self._model_forward(input_ids=tokens, positions=positions)
-            hidden, aux = output if self.use_aux_hidden_state_outputs else (output, None)
+        with self.round_statistics.forward("root_pass"):
+            hidden, aux = self._target_pass(tokens, positions, per_layer, slots)
             logits = self.model.compute_logits(hidden[:n])
         rows = self._rows(logits, batch, request, verified)
         return RootRows(request, rows, logits, self._drafter.features(hidden, aux, torch.arange(n, device=self.device)))
+
+    def _target_pass(
+        self, tokens: torch.Tensor, positions: torch.Tensor, per_layer: dict[str, Any], slots: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """A pass of the target beside vLLM's own: its hidden states, and those that the drafter reads."""
+        slot_mapping = dict.fromkeys(per_layer, slots)
+        with set_forward_context(per_layer, self.vllm_config, num_tokens=len(tokens), slot_mapping=slot_mapping):
+            output = self._model_forward(input_ids=tokens, positions=positions)
+        return output if self.use_aux_hidden_state_outputs else (output, None)
 
     def _select(
         self,
@@ -483,13 +500,17 @@ class TreeRounds(GPUModelRunner):
         self, logits: torch.Tensor, batch: Batch, request: np.ndarray | None = None, verified: Verified | None = None
     ) -> TargetRows:
         """The requests' rows from the model's logits: of the step's trees, or of the root pass of ``request``."""
-        metadata = self.input_batch.sampling_metadata
         if request is None:
             request = np.repeat(np.arange(len(batch.drafts)), batch.drafts + 1)
         paths = None
-        if needs_paths(metadata):
+        if needs_paths(self.input_batch.sampling_metadata):
             paths = self._tree_paths(batch) if verified is None else self._emitted(verified, request)
+        return self._rows_at(logits, request, paths)
+
+    def _rows_at(self, logits: torch.Tensor, request: np.ndarray, paths: list[list[int]] | None) -> TargetRows:
+        """``target_rows`` of the batch; arguments as there."""
         index, first = on_device(self.device, request, np.flatnonzero(np.diff(request, prepend=-1)))
+        metadata = self.input_batch.sampling_metadata
         return target_rows(logits, index, metadata, paths, self.sampler.logprobs_mode, first)
 
     def _uniforms(self, batch: Batch) -> torch.Tensor | None:
@@ -689,6 +710,23 @@ class TreeRounds(GPUModelRunner):
         self._proposed.pop(req_id, None)
         self._carried.pop(req_id, None)
         self._retained.pop(req_id, None)
+        if self._recorder is not None:
+            self._recorder.forget(req_id)
+
+    def _recorded_settings(self) -> dict[str, Any]:
+        """What a recording says of the engine."""
+        config = self.vllm_config
+        settings = {"model": config.model_config.model, "drafter": config.speculative_config.model}
+        return {**settings, "dtype": str(config.model_config.dtype).removeprefix("torch."), **self.options.model_dump()}
+
+    def shutdown(self) -> None:
+        """Finish the recording, then what vLLM does."""
+        self.targetrows_save_recording()
+        super().shutdown()
+
+    def targetrows_save_recording(self) -> str | None:
+        """Make the recording readable now; returns its path, ``None`` without one."""
+        return None if self._recorder is None else self._recorder.close()
 
     def targetrows_state(self) -> dict[str, Any]:
         """Statistics of the rounds and what is kept of requests at this moment."""
