@@ -190,7 +190,8 @@ class Eagle3Drafter:
             return True
         budget = self.options.num_speculative_tokens
         # Of equal scores the shallower node wins, so B nodes as good as the frontier's best leave no room.
-        full = self.options.selection in ("draft", "pearl") and self.topk + (len(levels) - 1) * self.topk**2 >= budget
+        by_draft = self.options.selection in ("draft", "pearl") and not self.options.frontier
+        full = by_draft and self.topk + (len(levels) - 1) * self.topk**2 >= budget
         if self.growing == NEVER and not full:
             return True
         best = frontier.score[:, 0]

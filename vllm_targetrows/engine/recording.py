@@ -246,7 +246,7 @@ class RoundRecorder:
         child = {(int(p), int(t)): i for i, (p, t) in enumerate(zip(pool.parents, pool.tokens, strict=True))}
         top = -1 if recorded.drawn < 0 else child.get((-1, recorded.drawn))
         nodes: list[int] = []
-        size = int(batch.sizes[r])
+        size = int(batch.tree_sizes[r])
         for token, parent in zip(batch.tokens[r, :size].tolist(), batch.parents[r, :size].tolist(), strict=True):
             above = top if parent < 0 else nodes[parent]
             assert above is not None
