@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record rounds on Spec-Bench's first turns and HumanEval, for ``python -m vllm_targetrows.study``.
 
-Prompts come in random order (fixed seed) and each runs once per temperature, so a run that is ended by ``--minutes``
-has seen a random choice of them.  A request's id is ``task/prompt/temperature``.
+Prompts come in random order (fixed seed), so a run that is ended by ``--minutes`` has seen a random choice of them.
+Each runs once per temperature, one after the other.  A request's id is ``task/prompt/temperature``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ def main() -> None:
         enforce_eager=True,
         max_model_len=2048,
         max_num_seqs=args.concurrency,
-        enable_prefix_caching=False,
         seed=args.seed,
         speculative_config={
             "method": "targetrows",
@@ -54,25 +52,28 @@ def main() -> None:
         },
     )
     tokenizer, engine = llm.get_tokenizer(), llm.llm_engine
-    waiting = list(product(prompts(args.data), args.temperatures))
+    waiting = [(*each, list(args.temperatures)) for each in prompts(args.data)]
     random.Random(args.seed).shuffle(waiting)
     waiting = waiting[: args.prompts]
     deadline, tokens = time.monotonic() + 60 * args.minutes, 0
-    with tqdm(total=len(waiting), unit="request") as bar:
-        running = 0
-        while waiting or running:
-            while waiting and running < args.concurrency and time.monotonic() < deadline:
-                (name, text), temperature = waiting.pop()
+    running: dict[str, tuple[str, str, list[float]]] = {}
+    with tqdm(total=len(waiting) * len(args.temperatures), unit="request") as bar:
+        while True:
+            while waiting and len(running) < args.concurrency and time.monotonic() < deadline:
+                name, text, (temperature, *more) = waiting.pop()
                 chat = [{"role": "user", "content": text}]
                 prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
                 settings = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=args.seed)
-                engine.add_request(f"{name}/{temperature:g}", {"prompt_token_ids": list(prompt)[-1500:]}, settings)
-                running += 1
+                request = f"{name}/{temperature:g}"
+                engine.add_request(request, {"prompt_token_ids": list(prompt)[-1500:]}, settings)
+                running[request] = (name, text, more)
             if not running:
                 break
             for output in engine.step():
                 if output.finished:
-                    running -= 1
+                    name, text, more = running.pop(output.request_id)
+                    if more:  # next, so that it finds its prompt in the prefix cache
+                        waiting.append((name, text, more))
                     tokens += len(output.outputs[0].token_ids)
                     bar.update()
                     bar.set_postfix(tokens=tokens)
@@ -109,9 +110,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=10)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=1.0, help="share of the rounds that are recorded")
+    parser.add_argument("--rate", type=float, default=1.0, help="share of the steps whose rounds are recorded")
     parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--prompts", type=int, help="at most so many requests")
+    parser.add_argument("--prompts", type=int, help="at most so many prompts")
     parser.add_argument("--minutes", type=float, default=120, help="no new requests after this time")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

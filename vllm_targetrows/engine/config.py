@@ -52,7 +52,7 @@ class TargetRowsConfig(BaseModel):
     record: str | None = Field(default=None, min_length=1, description="the path of a file to write")
     """Parquet file of recorded rounds, for the study."""
     record_rate: float = Field(default=1.0, gt=0, le=1, description="a number above 0, at most 1")
-    """Share of the rounds that are recorded."""
+    """Share of the steps whose rounds are recorded."""
     frontier: int = Field(default=0, ge=0, le=254, description="an integer from 0 to 254")
     """``F``: pool nodes outside the tree, but below one of its nodes or its root, that are scored with it."""
     stopping: str = Field(

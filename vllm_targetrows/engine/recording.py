@@ -62,7 +62,7 @@ class RoundRecorder:
         runner: does the passes.
         recorder: takes the finished rounds; ``None`` on the other ranks of a tensor-parallel group, whose passes are
             needed all the same.
-        rate: share of the rounds that are recorded, chosen at random with a fixed seed.
+        rate: share of the steps whose rounds are recorded, chosen at random with a fixed seed.
         scratch: int64 ``[S]`` numbers of the scratch blocks.
         copier: copies blocks of all layers.
     """
@@ -76,6 +76,7 @@ class RoundRecorder:
         self._scratch = scratch
         self._copier = copier
         self._random = random.Random(0)
+        self._chosen = False
         self._grown: dict[str, _Waiting] = {}
         self._verified: dict[str, _Waiting] = {}
 
@@ -84,6 +85,11 @@ class RoundRecorder:
         """Scratch blocks that the pass over one pool's inner nodes needs: for their paths, and for one sequence."""
         inner = (options.tree_depth - 1) * options.tree_topk
         return inner * tail_blocks(size, options.tree_depth + 2) + tail_blocks(size, inner + 2)
+
+    def chooses_step(self) -> bool:
+        """Whether the pools of this step are recorded: to be asked once a step, before they grow."""
+        self._chosen = self._random.random() < self._rate
+        return self._chosen
 
     def step(
         self,
@@ -114,7 +120,7 @@ class RoundRecorder:
                 self._verified[ids[r]] = waiting
         for i, r in enumerate(growing.tolist()):
             fits = batch.root_position[r] + length[r] + 2 + self._runner.options.tree_depth < self._runner.max_model_len
-            if fits and self._random.random() < self._rate:
+            if fits and self._chosen:
                 assert pool is not None
                 drawn = -1 if root is None or len(emitted[r]) < length[r] + 2 else emitted[r][length[r] + 1]
                 self._grown[ids[r]] = self._score(batch, verified, r, host_pool(pool, i), drawn, log_p)

@@ -255,6 +255,7 @@ class TreeRounds(GPUModelRunner):
                 self._layout.commit(batch.plan, self._to_commit(verified, covered))
         with stats.phase("draft"):
             growing = self._growing(batch)
+            self._drafter.whole = self._recorder is not None and self._recorder.chooses_step()
             pool = self._grow(batch, verified, growing)
         with stats.phase("root_pass"):
             if self.options.root_row == "covered":
