@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from vllm_targetrows import recording
@@ -27,6 +28,8 @@ from vllm_targetrows.study.rounds import Group, groups
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute the study and return the exit status.  A foreseeable failure is one line on stderr and status 1."""
     options = _options(argv)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads would wait for each other longer than these small operations take
     try:
         _run(options)
     except (ValueError, OSError) as error:
@@ -35,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+    finally:
+        torch.set_num_threads(threads)
     return 0
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,7 @@ class Prompts:
         return divide(total, np.add.reduceat(counts[self._order].astype(np.float64), starts, axis=0))
 
 
-def divide(numerator: Floats, denominator: Floats) -> Floats:
+def divide(numerator: NDArray[Any], denominator: NDArray[Any]) -> Floats:
     """``numerator / denominator``, NaN where the denominator is 0 (or NaN)."""
     result: Floats = np.full(np.broadcast_shapes(numerator.shape, denominator.shape), np.nan)
     np.divide(numerator, denominator, out=result, where=denominator != 0)

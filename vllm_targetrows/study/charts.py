@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 
 from vllm_targetrows.study.bootstrap import Estimate
-from vllm_targetrows.study.quantities import BUDGETS, REPORTED
+from vllm_targetrows.study.quantities import BUDGETS, CANDIDATES, REPORTED
 from vllm_targetrows.study.reranking import METHODS
 
 matplotlib.use("Agg")
@@ -100,62 +100,70 @@ def _budget_axis(axes: Any) -> None:
 
 
 def _accepted(numbers: dict[str, Any]) -> Any:
-    figure, (axes,) = _subplots(1, (6.4, 3.9))
+    figure, (axes,) = _subplots(1, (6.4, 4.2))
     for rule in ("oracle", "root_draw", "root", "draft", "top_first"):
         _curve(axes, numbers["accepted"][rule], COLOURS[rule], LABELS.get(rule, rule))
     _budget_axis(axes)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("expected accepted tokens a round")
-    axes.legend(loc="upper left")
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
 def _ratio(numbers: dict[str, Any]) -> Any:
     figure, panels = _subplots(2, (8.2, 3.5))
-    for axes, rules in zip(panels, (("root", "root_draw"), ("oracle", "root_draw", "root")), strict=True):
+    for axes, rules in zip(panels, (("oracle", "root"), ("root_draw",)), strict=True):
         for rule in rules:
             _curve(axes, numbers["ratio"][f"{rule}/draft"], COLOURS[rule], rule, percent=True)
         axes.axhline(0, color=COLOURS["draft"], linewidth=1)
         _budget_axis(axes)
         axes.legend(loc="best")
-    panels[0].set_ylabel("expected accepted over draft, %")
-    panels[0].set_title("rules", loc="left")
-    panels[1].set_title("and the most that any tree could gain", loc="left")
+    panels[0].set_ylabel("expected accepted, %")
+    panels[0].set_title("over draft", loc="left")
+    panels[1].set_title("over draft and pearl", loc="left")
     return figure
 
 
-def _bars(axes: Any, at: Any, values: Sequence[Estimate], scale: float = 1.0, **options: Any) -> Any:
-    heights = np.array([each.value for each in values]) * scale
+def _with_errors(values: Sequence[Estimate], scale: float) -> tuple[Any, Any]:
+    """Values ``[K]`` and their intervals as distances ``[2, K]`` below and above."""
     ends = np.array([[each.value - each.low, each.high - each.value] for each in values]).T * scale
-    return axes.bar(
-        at, heights, yerr=np.nan_to_num(ends.clip(min=0)), error_kw={"elinewidth": 1, "capsize": 2}, **options
-    )
+    return np.array([each.value for each in values]) * scale, np.nan_to_num(ends.clip(min=0))
+
+
+def _percent_over(ratios: Sequence[Estimate]) -> tuple[Any, Any]:
+    return _with_errors([Estimate(each.value - 1, each.low - 1, each.high - 1) for each in ratios], 100)
+
+
+def _bars(axes: Any, at: Any, ratios: Sequence[Estimate], **options: Any) -> None:
+    heights, errors = _percent_over(ratios)
+    axes.bar(at, heights, yerr=errors, error_kw={"elinewidth": 1, "capsize": 2}, **options)
 
 
 def _coverage(numbers: dict[str, Any]) -> Any:
-    figure, panels = _subplots(len(REPORTED), (8.2, 3.5), sharey=True)
+    names = {"candidates": f"{CANDIDATES} best of the pool", "frontier": "whole frontier", "pool": "whole pool"}
+    colours = {"candidates": "#D55E00", "frontier": "#009E73", "pool": "#009E73"}
+    figure, panels = _subplots(len(REPORTED), (8.2, 3.4), sharex=True)
     for axes, budget in zip(panels, REPORTED, strict=True):
-        sets = {name: each for name, each in numbers["coverage"][str(budget)]["sets"].items() if name != "tree"}
-        if budget >= 59:
-            sets.pop("candidates")  # they are the tree
+        sets = dict(numbers["coverage"][str(budget)]["sets"])
+        del sets["tree"]
+        if budget >= CANDIDATES:
+            del sets["candidates"]  # they are the tree
+        # A larger part of the frontier than there is, is all of it.
+        whole = sets["frontier"]["scored"].value
+        sets = {name: each for name, each in sets.items() if each["scored"].value < whole or name in names}
         at = np.arange(len(sets))
-        colours = [
-            {"candidates": "#D55E00", "frontier": "#009E73", "pool": "#009E73"}.get(name, "#0072B2") for name in sets
-        ]
-        _bars(axes, at, [each["coverage"] for each in sets.values()], 100, color=colours)
-        labels = {"candidates": "59\ncandidates", "frontier": "whole\nfrontier", "pool": "whole\npool"}
-        axes.set_xticks(
-            at,
-            [
-                f"{labels.get(name, name.replace('best ', '+'))}\n({each['scored'].value:.0f})"
-                for name, each in sets.items()
-            ],
-            fontsize=7,
+        value, errors = _with_errors([each["coverage"] for each in sets.values()], 100)
+        own = [colours.get(name, "#0072B2") for name in sets]
+        axes.barh(at, value, xerr=errors, color=own, error_kw={"elinewidth": 1, "capsize": 2})
+        labels = [names.get(name, name.replace("best", "best of the frontier:")) for name in sets]
+        axes.set_yticks(
+            at, [f"{label} ({each['scored'].value:.0f})" for label, each in zip(labels, sets.values(), strict=True)]
         )
+        axes.invert_yaxis()
         axes.set_title(f"tree of {budget} nodes", loc="left")
-        axes.set_xlabel("scored besides the tree (mean scored prefixes)")
-        axes.grid(axis="x", visible=False)
-    panels[0].set_ylabel("next root row covered, % of rounds")
+        axes.set_xlabel("next root row covered, % of rounds")
+        axes.grid(axis="y", visible=False)
+    figure.supylabel("scored with the tree (mean scored prefixes)", fontsize=9)
     return figure
 
 
@@ -169,9 +177,8 @@ def _gains(numbers: dict[str, Any]) -> Any:
         bars = [(rule, budget) for rule in ("root", "root_draw") for budget in REPORTED]
         for place, (rule, budget) in enumerate(bars):
             ratios = [each[str(budget)][f"{rule}/draft"] for each in subsets]
-            over = [Estimate(each.value - 1, each.low - 1, each.high - 1) for each in ratios]
             style = {"color": COLOURS[rule], "alpha": 1.0 if budget == REPORTED[0] else 0.5, "width": 0.2}
-            _bars(axes, at + (place - 1.5) * 0.2, over, 100, label=f"{rule}, B = {budget}", **style)
+            _bars(axes, at + (place - 1.5) * 0.2, ratios, label=f"{rule}, B = {budget}", **style)
         axes.set_xticks(at, labels)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(axis="x", visible=False)
@@ -187,22 +194,26 @@ def _tasks(numbers: dict[str, Any]) -> Any:
     figure, panels = _subplots(2, (8.2, 1.3 + 0.32 * len(tasks)), sharey=True)
     for axes, rule in zip(panels, ("root", "root_draw"), strict=True):
         for budget, shift, filled in zip(REPORTED, (-0.12, 0.12), (True, False), strict=True):
-            ratios = [each[str(budget)][f"{rule}/draft"] for each in tasks.values()]
-            value, low, high = (
-                np.array([(getattr(r, part) - 1) * 100 for r in ratios]) for part in ("value", "low", "high")
-            )
-            at = np.arange(len(tasks)) + shift
+            value, errors = _percent_over([each[str(budget)][f"{rule}/draft"] for each in tasks.values()])
             axes.errorbar(
-                value, at, xerr=np.nan_to_num([(value - low).clip(min=0), (high - value).clip(min=0)]), fmt="o",
-                color=COLOURS[rule], mfc=COLOURS[rule] if filled else "white", markersize=5, capsize=2, elinewidth=1,
+                value,
+                np.arange(len(tasks)) + shift,
+                xerr=errors,
+                fmt="o",
+                color=COLOURS[rule],
+                markerfacecolor=COLOURS[rule] if filled else "white",
+                markersize=5,
+                capsize=2,
+                elinewidth=1,
                 label=f"B = {budget}",
-            )  # fmt: skip
+            )
         axes.axvline(0, color=COLOURS["draft"], linewidth=1)
         axes.set_title(f"{rule} over draft", loc="left")
         axes.set_xlabel("expected accepted, %")
         axes.grid(axis="y", visible=False)
-        axes.legend(loc="best")
-    panels[0].set_yticks(np.arange(len(tasks)), [f"{name} ({each['prompts']})" for name, each in tasks.items()])
+        axes.margins(y=0.5 / len(tasks))
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderpad=0)
+    panels[0].set_yticks(np.arange(len(tasks)), [f"{name} ({each['prompts']} prompts)" for name, each in tasks.items()])
     panels[0].invert_yaxis()
     return figure
 
@@ -223,7 +234,7 @@ def _variation(numbers: dict[str, Any]) -> Any:
             axes.axvline(mean, color="black", linewidth=1, linestyle="--", label=f"mean {mean:.3f}")
             axes.legend(loc="best")
         axes.set_title(f"{label} ({rounds} rounds)", loc="left")
-        axes.set_xlim(0, 1)
+        axes.set_xlim(0, edges[-1])
         axes.set_xlabel("total variation to the next root row")
     panels[0].set_ylabel("% of these rounds")
     return figure
@@ -238,9 +249,8 @@ def _reranker(numbers: dict[str, Any]) -> Any:
     at = np.arange(len(REPORTED))
     for place, method in enumerate(METHODS):
         ratios = [reranker[str(budget)][f"{method}/draft"] for budget in REPORTED]
-        over = [Estimate(each.value - 1, each.low - 1, each.high - 1) for each in ratios]
         label = "direct substitution" if method == "substitution" else f"reranker {method}"
-        _bars(axes, at + (place - 1) * 0.25, over, 100, width=0.25, color=colours[method], label=label)
+        _bars(axes, at + (place - 1) * 0.25, ratios, width=0.25, color=colours[method], label=label)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xticks(at, [f"B = {budget}" for budget in REPORTED])
     axes.set_ylabel("expected accepted over draft, %")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_targetrows.study.bootstrap import Estimate, Floats, Prompts, divide, estimate, estimates
-from vllm_targetrows.study.quantities import BUDGETS, CUTS, FRONTIERS, LONG, REPORTED, ROW_DEPTHS, STOPPING, Numbers
+from vllm_targetrows.study.quantities import BUDGETS, CUTS, FRONTIERS, REPORTED, ROW_DEPTHS, STOPPING, Numbers
 
 RULES = ("draft", "root", "pearl", "root_draw", "top_first", "oracle")
 RATIOS = (
@@ -76,9 +76,11 @@ def _matching(accepted: dict[str, Floats], budget: int) -> dict[str, Estimate]:
 def _equal_nodes(accepted: dict[str, Floats], nodes: dict[str, Floats], budget: int) -> dict[str, Estimate]:
     """``root_draw`` against ``pearl`` at one cap, and at the mean tree size that ``pearl`` has with it.
 
-    ``root_draw``'s curve over its mean size is interpolated linearly, which is what mixing two caps would reach.
+    In accepted tokens, and in emitted ones, which are one more a round.  ``root_draw``'s curve over its mean size is
+    interpolated linearly, which is what mixing two caps would reach.
     """
     pearl, size = accepted["pearl"][:, budget - 1], nodes["pearl"][:, budget - 1]
+    at_cap = accepted["root_draw"][:, budget - 1]
     at_size = np.array(
         [
             np.interp(at, np.concatenate(([0.0], xs)), np.concatenate(([0.0], ys)))
@@ -88,8 +90,10 @@ def _equal_nodes(accepted: dict[str, Floats], nodes: dict[str, Floats], budget: 
     return {
         "pearl_nodes": estimate(size),
         "root_draw_nodes": estimate(nodes["root_draw"][:, budget - 1]),
-        "equal_cap": estimate(divide(accepted["root_draw"][:, budget - 1], pearl)),
+        "equal_cap": estimate(divide(at_cap, pearl)),
         "equal_nodes": estimate(divide(at_size, pearl)),
+        "emitted_equal_cap": estimate((1 + at_cap) / (1 + pearl)),
+        "emitted_equal_nodes": estimate((1 + at_size) / (1 + pearl)),
     }
 
 
@@ -187,7 +191,8 @@ def _coverage(prompts: Prompts, numbers: Numbers, budget: int) -> dict[str, Any]
 
 def _variation(prompts: Prompts, values: Floats) -> dict[str, Any]:
     known = ~np.isnan(values)
-    counts, edges = np.histogram(values[known], bins=HISTOGRAM_BINS, range=(0.0, 1.0))
+    # Matched addresses differ by rounding only: their distances would all be in the first of bins up to 1.
+    counts, edges = np.histogram(values[known], HISTOGRAM_BINS, (0.0, max(float(values[known].max(initial=0.0)), 0.01)))
     return {
         "rounds": int(known.sum()),
         "exists": estimate(prompts.sample(known.astype(np.float64))),
@@ -229,6 +234,3 @@ def _engine(prompts: Prompts, numbers: Numbers) -> dict[str, Any]:
         "difference": difference,
         "agrees": bool(difference.low <= SAME and difference.high >= -SAME) if rounds else None,
     }
-
-
-__all__ = ["LONG", "RATIOS", "RULES", "gains", "quintiles", "study", "task_of"]

@@ -20,8 +20,8 @@ from vllm_targetrows.study.quantities import REPORTED, accepted_by_score
 from vllm_targetrows.study.rounds import Batch, Group
 
 EDGES = 400_000
-EPOCHS = 6
-EDGES_IN_STEP = 2048
+STEPS = 1500
+EDGES_IN_STEP = 1024
 LEARNING_RATE = 3e-3
 METHODS = ("with rows", "without rows", "substitution")
 
@@ -94,16 +94,14 @@ def train(x: Tensor, p: Tensor, inputs: int, seed: int) -> Reranker:
         reranker = Reranker(inputs)
         reranker.normalise_by(x)
         optimiser = torch.optim.Adam(reranker.parameters(), lr=LEARNING_RATE)
-        steps = EPOCHS * -(-len(x) // EDGES_IN_STEP)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, LEARNING_RATE, total_steps=steps)
-        name = f"reranker: train {inputs} features"
-        for _ in tqdm(range(EPOCHS), name, disable=None, leave=False):
-            for chosen in torch.split(torch.randperm(len(x)), EDGES_IN_STEP):
-                loss = binary_cross_entropy_with_logits(reranker.logits(x[chosen]), p[chosen])
-                optimiser.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
-                schedule.step()
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, LEARNING_RATE, total_steps=STEPS)
+        for _ in tqdm(range(STEPS), f"reranker: train {inputs} features", disable=None, leave=False):
+            chosen = torch.randint(len(x), (EDGES_IN_STEP,))
+            loss = binary_cross_entropy_with_logits(reranker.logits(x[chosen]), p[chosen])
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            schedule.step()
     return reranker.requires_grad_(False).eval()
 
 
