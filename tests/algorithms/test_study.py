@@ -461,7 +461,8 @@ def test_halves_are_disjoint_and_depend_on_the_seed():
     assert halves(["one"], 0)[0] == set()
 
 
-def test_the_reranker_beats_draft_where_the_rows_are_informative(tmp_path):
+def test_the_reranker_beats_draft_where_the_rows_are_informative(tmp_path, monkeypatch):
+    monkeypatch.setattr(reranking, "STEPS", 300)
     path, _ = recording_of(tmp_path, prompts=40, rounds=4, width=4, vocabulary=12)
     (group,) = groups([read(path)])
     requests, _ = measured(group)
