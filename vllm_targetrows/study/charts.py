@@ -155,15 +155,15 @@ def _coverage(numbers: dict[str, Any]) -> Any:
         value, errors = _with_errors([each["coverage"] for each in sets.values()], 100)
         own = [colours.get(name, "#0072B2") for name in sets]
         axes.barh(at, value, xerr=errors, color=own, error_kw={"elinewidth": 1, "capsize": 2})
-        labels = [names.get(name, name.replace("best", "best of the frontier:")) for name in sets]
+        labels = [names.get(name, f"{name.removeprefix('best ')} of the frontier") for name in sets]
         axes.set_yticks(
             at, [f"{label} ({each['scored'].value:.0f})" for label, each in zip(labels, sets.values(), strict=True)]
         )
         axes.invert_yaxis()
         axes.set_title(f"tree of {budget} nodes", loc="left")
-        axes.set_xlabel("next root row covered, % of rounds")
+        axes.set_xlabel("covered next root rows, %")
         axes.grid(axis="y", visible=False)
-    figure.supylabel("scored with the tree (mean scored prefixes)", fontsize=9)
+    figure.supylabel("scored with the tree (all scored prefixes)", fontsize=9)
     return figure
 
 
@@ -190,8 +190,10 @@ def _gains(numbers: dict[str, Any]) -> Any:
 
 
 def _tasks(numbers: dict[str, Any]) -> Any:
+    from matplotlib.lines import Line2D
+
     tasks = numbers["tasks"]
-    figure, panels = _subplots(2, (8.2, 1.3 + 0.32 * len(tasks)), sharey=True)
+    figure, panels = _subplots(2, (8.2, 1.5 + 0.32 * len(tasks)), sharey=True)
     for axes, rule in zip(panels, ("root", "root_draw"), strict=True):
         for budget, shift, filled in zip(REPORTED, (-0.12, 0.12), (True, False), strict=True):
             value, errors = _percent_over([each[str(budget)][f"{rule}/draft"] for each in tasks.values()])
@@ -205,16 +207,19 @@ def _tasks(numbers: dict[str, Any]) -> Any:
                 markersize=5,
                 capsize=2,
                 elinewidth=1,
-                label=f"B = {budget}",
             )
         axes.axvline(0, color=COLOURS["draft"], linewidth=1)
         axes.set_title(f"{rule} over draft", loc="left")
         axes.set_xlabel("expected accepted, %")
         axes.grid(axis="y", visible=False)
         axes.margins(y=0.5 / len(tasks))
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderpad=0)
     panels[0].set_yticks(np.arange(len(tasks)), [f"{name} ({each['prompts']} prompts)" for name, each in tasks.items()])
     panels[0].invert_yaxis()
+    # The grey ones stand for both panels' colours.
+    handles = [
+        Line2D([], [], color="#555555", marker="o", linewidth=1, markerfacecolor=fill) for fill in ("#555555", "white")
+    ]
+    figure.legend(handles, [f"B = {budget}" for budget in REPORTED], loc="outside lower center", ncols=2)
     return figure
 
 
