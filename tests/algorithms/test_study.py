@@ -550,7 +550,7 @@ def test_small_recordings(tmp_path, options, capsys, monkeypatch):
     monkeypatch.setattr(reranking, "STEPS", 20)
     path, _ = recording_of(tmp_path, **options)
     assert run(path, "--out", tmp_path, "--bootstrap", 20) == 0
-    assert "prompts: the intervals are too narrow" in capsys.readouterr().out
+    assert ": the intervals are too narrow" in capsys.readouterr().out
     assert "NaN" not in (tmp_path / "study.json").read_text()
 
 

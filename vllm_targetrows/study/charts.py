@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 
 from vllm_targetrows.study.bootstrap import Estimate
+from vllm_targetrows.study.estimates import telling_sets
 from vllm_targetrows.study.quantities import BUDGETS, CANDIDATES, REPORTED
 from vllm_targetrows.study.reranking import METHODS
 
@@ -144,13 +145,8 @@ def _coverage(numbers: dict[str, Any]) -> Any:
     colours = {"candidates": "#D55E00", "frontier": "#009E73", "pool": "#009E73"}
     figure, panels = _subplots(len(REPORTED), (8.2, 3.4), sharex=True)
     for axes, budget in zip(panels, REPORTED, strict=True):
-        sets = dict(numbers["coverage"][str(budget)]["sets"])
+        sets = telling_sets(numbers, budget)
         del sets["tree"]
-        if budget >= CANDIDATES:
-            del sets["candidates"]  # they are the tree
-        # A larger part of the frontier than there is, is all of it.
-        whole = sets["frontier"]["scored"].value
-        sets = {name: each for name, each in sets.items() if each["scored"].value < whole or name in names}
         at = np.arange(len(sets))
         value, errors = _with_errors([each["coverage"] for each in sets.values()], 100)
         own = [colours.get(name, "#0072B2") for name in sets]

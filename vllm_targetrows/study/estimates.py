@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_targetrows.study.bootstrap import Estimate, Floats, Prompts, divide, estimate, estimates
-from vllm_targetrows.study.quantities import BUDGETS, CUTS, FRONTIERS, REPORTED, ROW_DEPTHS, STOPPING, Numbers
+from vllm_targetrows.study.quantities import (
+    BUDGETS,
+    CANDIDATES,
+    CUTS,
+    FRONTIERS,
+    REPORTED,
+    ROW_DEPTHS,
+    STOPPING,
+    Numbers,
+)
 
 RULES = ("draft", "root", "pearl", "root_draw", "top_first", "oracle")
 RATIOS = (
@@ -187,6 +196,15 @@ def _coverage(prompts: Prompts, numbers: Numbers, budget: int) -> dict[str, Any]
             for rule in STOPPING
         },
     }
+
+
+def telling_sets(numbers: dict[str, Any], budget: int) -> dict[str, Any]:
+    """The scored sets worth showing: no part of the frontier that is all of it, no candidate set that is the tree."""
+    sets = numbers["coverage"][str(budget)]["sets"]
+    left_out = {name for name in sets if name.startswith("best") and sets[name]["scored"] == sets["frontier"]["scored"]}
+    if budget >= CANDIDATES:
+        left_out.add("candidates")
+    return {name: each for name, each in sets.items() if name not in left_out}
 
 
 def _variation(prompts: Prompts, values: Floats) -> dict[str, Any]:

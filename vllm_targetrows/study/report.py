@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_targetrows.report import align
 from vllm_targetrows.study.bootstrap import Estimate
-from vllm_targetrows.study.estimates import RULES
+from vllm_targetrows.study.estimates import RULES, telling_sets
 from vllm_targetrows.study.quantities import BUDGETS, LONG, REPORTED
 from vllm_targetrows.study.reranking import METHODS
 
@@ -264,7 +264,7 @@ def _coverage(numbers: dict[str, Any]) -> Section:
                 each["scored"].text(".1f"),
                 share(each["coverage"]),
             ]
-            for name, each in numbers["coverage"][str(b)]["sets"].items()
+            for name, each in telling_sets(numbers, b).items()
         ]
         tables.append(Table([f"scored, tree of B = {b}", "scored prefixes", "coverage"], rows))
     for b in REPORTED:
@@ -349,8 +349,8 @@ def _reranker(numbers: dict[str, Any]) -> Section:
     text = (
         "A small network estimates the target's probability of each edge from the drafter's log q, the parent's path"
         " score and the depth, and, “with rows”, from the last verification's rows: the one whose last token matches"
-        " and the one at the exit. Direct substitution puts the matching row's probability in the place of q. Trained"
-        " on one half of the prompts, compared on the other."
+        " and the one at the exit. Direct substitution puts the matching row's probability (at least 1e-6) in the"
+        " place of q. Trained on one half of the prompts, compared on the other."
     )
     if not reranker["prompts"]:
         return Section(title, text, notes=["One prompt cannot be split into training and test: not trained."])
@@ -388,10 +388,13 @@ _SECTIONS: tuple[Callable[[dict[str, Any]], Section], ...] = (
 )
 
 
+def _some(numbers: dict[str, Any], what: str) -> str:
+    count = numbers[f"{what}s"]
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def _heading(numbers: dict[str, Any]) -> str:
-    return (
-        f"{numbers['name'][0].upper()}{numbers['name'][1:]}: {numbers['prompts']} prompts, {numbers['rounds']} rounds"
-    )
+    return f"{numbers['name'][0].upper()}{numbers['name'][1:]}: {_some(numbers, 'prompt')}, {_some(numbers, 'round')}"
 
 
 def _sources(numbers: dict[str, Any]) -> list[str]:
@@ -400,7 +403,7 @@ def _sources(numbers: dict[str, Any]) -> list[str]:
         settings = ", ".join(f"{key} = {value}" for key, value in each["settings"].items())
         lines.append(f"{each['path']}: {settings}" if settings else each["path"])
     if numbers["prompts"] < 10:
-        lines.append(f"Only {numbers['prompts']} prompts: the intervals are too narrow to be relied on.")
+        lines.append(f"Only {_some(numbers, 'prompt')}: the intervals are too narrow to be relied on.")
     return lines
 
 
