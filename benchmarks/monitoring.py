@@ -39,7 +39,7 @@ RULE = "root_draw"  # the rule that fills every metric
 SCRAPES = 4
 #: (title of a panel, series) that may be missing or NaN, and why.
 MAY_BE_EMPTY = {
-    ("Distance to the next root row", "address"): "no next root was scored at its own address in so few rounds",
+    ("Distance to the next root row", "address"): "exact verification ends where the next token is not in the tree",
     ("Distance to the next root row", "token_only"): "no next root's last token was scored in so few rounds",
 }
 

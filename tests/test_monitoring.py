@@ -54,7 +54,7 @@ def test_labels_exist(dashboard: dict[str, Any], samples: Labels) -> None:
         for by, name, matchers in rates:
             labels = set(filter(None, by.split(", ")))
             grouped |= labels
-            labels |= set(re.findall(r"(\w+)=~?\"", matchers))
+            labels |= set(re.findall(r"(\w+)(?:=|=~|!=)\"", matchers))
             assert labels <= samples[name], (query.panel, name)
             for variable in ("model_name", "engine", "selection"):
                 assert f'{variable}=~"${variable}"' in matchers, query.panel
