@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ROUNDS_IN_PART = 500
 METADATA = b"targetrows"
+JOINED = b"targetrows_joined"
+"""Number of the last part in a closed file: should the process end before it has removed them, they count once."""
 Ints = Sequence[int] | np.ndarray
 Floats = Sequence[float] | np.ndarray
 
@@ -103,7 +105,7 @@ class Recorder:
         self._parts = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
-        for part in parts(self.path):
+        for part in (*parts(self.path), *self.path.parent.glob(f"{self.path.name}.*ing")):
             part.unlink()
 
     def add(self, recorded: RecordedRound) -> None:
@@ -121,11 +123,12 @@ class Recorder:
         if sources == [self.path]:
             return
         joined = self.path.with_name(self.path.name + ".joining")
-        with pq.ParquetWriter(joined, self._schema, compression="zstd") as writer:
+        metadata = {**self._schema.metadata, JOINED: str(self._parts).encode()}
+        with pq.ParquetWriter(joined, self._schema.with_metadata(metadata), compression="zstd") as writer:
             for source in sources:
                 with pq.ParquetFile(source) as file:
                     for group in range(file.num_row_groups):
-                        writer.write_table(file.read_row_group(group).replace_schema_metadata(self._schema.metadata))
+                        writer.write_table(file.read_row_group(group).replace_schema_metadata(metadata))
         joined.replace(self.path)
         for part in sources:
             if part != self.path:
@@ -137,7 +140,7 @@ class Recorder:
 
         if not self._waiting and (self._parts or self.path.exists()):
             return
-        rows = [{name: _plain(value) for name, value in asdict(each).items()} for each in self._waiting]
+        rows = [vars(each) for each in self._waiting]
         self._waiting = []
         self._parts += 1
         part = self.path.with_name(f"{self.path.name}.part{self._parts:05d}")
@@ -166,13 +169,12 @@ def read(path: str | Path) -> Recording:
         raise ValueError(f"no recording at {str(path)!r}")
     try:
         tables = [pq.read_table(source) for source in sources]
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{str(path)!r} is no recording: {error}") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{str(path)!r} is no recording: {str(error).splitlines()[0]}") from None
+    joined = int((tables[0].schema.metadata or {}).get(JOINED, 0)) if sources[0] == path else 0
+    keeps = [source == path or int(source.name[-5:]) > joined for source in sources]
+    tables = [table for table, keep in zip(tables, keeps, strict=True) if keep]
     metadata = tables[0].schema.metadata or {}
     if METADATA not in metadata or not tables[0].schema.equals(schema()):
         raise ValueError(f"{str(path)!r} is no recording of this version: its columns are others")
     return Recording(str(path), json.loads(metadata[METADATA]), pa.concat_tables(tables))
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value

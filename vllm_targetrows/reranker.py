@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from vllm_targetrows.selection import NEVER, path_scores
+from vllm_targetrows.trees import Pool
+
 FEATURES = ("log_q", "parent_score", "depth", "log_match", "has_match", "log_ancestor", "has_ancestor")
 DRAFTER_FEATURES = 3
 """The first of ``FEATURES``: those that need no row."""
@@ -34,9 +37,7 @@ def features(log_q: Tensor, parent_score: Tensor, depth: Tensor, token_match_p: 
         log_q: log q(node | its parent's prefix), in nats.
         parent_score: sum of log q along the parent's path, 0 for a child of the root.
         depth: 1 for a child of the root.
-        token_match_p: the node's probability in the last verification's best row whose last token is that of the node's
-            parent; NaN where there is none.
-        ancestor_p: its probability in the last verification's row at the exit; NaN where there is none.
+        token_match_p, ancestor_p: of ``retained_probabilities``; NaN where there is none.
     """
     floor = torch.tensor(FLOOR).log().item()
     columns = [log_q.float().clamp(min=floor), parent_score.float().clamp(min=2 * floor), depth.float()]
@@ -45,6 +46,32 @@ def features(log_q: Tensor, parent_score: Tensor, depth: Tensor, token_match_p: 
         log_p = torch.where(known, p.float(), 1.0).clamp(min=FLOOR).log()
         columns += [log_p, known.float()]
     return torch.stack(columns, dim=-1)
+
+
+def retained_probabilities(
+    log_p: Tensor, row_of: Tensor, scored_tokens: Tensor, exit_node: Tensor, pool: Pool, root_token: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the last verification's rows say about the nodes of the next pool, though they stand at other addresses.
+
+    Args:
+        log_p: float ``[T, V]`` log rows of the verification.
+        row_of: int64 ``[R, S + 1]`` row of the root and of each scored node; any behind them.
+        scored_tokens: int64 ``[R, S + 1]`` token of the root and of each scored node, -1 behind them.
+        exit_node: int64 ``[R]``, 0 for the root, ``i + 1`` for node ``i``.
+        pool: ``[R, N]``.
+        root_token: int64 ``[R]`` the pools' roots, the continuations.
+
+    Returns:
+        token_match_p: float32 ``[R, N]``, the node's probability in the first of those rows whose last token is that of
+            the node's parent; NaN where there is none.
+        ancestor_p: float32 ``[R, N]``, its probability in the row at the exit, the parent of the pool's root.
+    """
+    above = torch.cat((root_token[:, None], pool.tokens), dim=1).gather(1, pool.parents + 1)
+    same = scored_tokens[:, None, :] == above[:, :, None]
+    matching = row_of.gather(1, same.byte().argmax(dim=2))
+    matched = log_p[matching, pool.tokens].float().exp()
+    at_exit = row_of.gather(1, exit_node[:, None])
+    return matched.masked_fill(~same.any(dim=2), torch.nan), log_p[at_exit, pool.tokens].float().exp()
 
 
 class Reranker(nn.Module):
@@ -84,6 +111,19 @@ class Reranker(nn.Module):
         return logsigmoid(self.logits(x))
 
     forward = log_p
+
+    def scores(self, pool: Pool, token_match_p: Tensor, ancestor_p: Tensor, levels: int | None = None) -> Tensor:
+        """Path scores of the pools' nodes, float32 ``[R, N]``; the last two as of ``retained_probabilities``.
+
+        Args:
+            levels: no pool is deeper; looked up where not given.
+        """
+        exists = pool.score > NEVER
+        score = pool.score.masked_fill(~exists, 0)
+        above = torch.cat((score.new_zeros((len(score), 1)), score), dim=1).gather(1, pool.parents + 1)
+        log_q = (score - above).clamp(max=0)
+        edges = self.log_p(features(log_q, above, pool.depth, token_match_p, ancestor_p))
+        return path_scores(pool, edges, levels)
 
     def save(self, path: str | Path) -> None:
         """Write weights, and how to read them, as safetensors."""

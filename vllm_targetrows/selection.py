@@ -137,10 +137,16 @@ def root_scores(pool: Pool, root_log_p: Tensor, has_row: Tensor | None = None) -
     return score if has_row is None else torch.where(has_row[:, None], score, draft)
 
 
-def path_scores(pool: Pool, log_p: Tensor) -> Tensor:
-    """Sum of ``log_p`` (``[R, N]``, one value per edge) along each node's path."""
+def path_scores(pool: Pool, log_p: Tensor, levels: int | None = None) -> Tensor:
+    """Sum of ``log_p`` (``[R, N]``, one value per edge) along each node's path.
+
+    Args:
+        levels: no pool is deeper; looked up where not given.
+    """
     score = log_p.new_zeros((log_p.shape[0], log_p.shape[1] + 1))
-    for _ in range(deepest(pool.depth)):  # after d passes right for depth d; summed root side first, so monotone
+    for _ in range(
+        deepest(pool.depth) if levels is None else levels
+    ):  # after d passes right for depth d; summed root side first, so monotone
         score[:, 1:] = log_p + score.gather(1, pool.parents + 1)
     return score[:, 1:].masked_fill(pool.score == NEVER, NEVER)
 

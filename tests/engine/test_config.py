@@ -19,6 +19,7 @@ def test_defaults() -> None:
     assert config.model_dump() == {
         "num_speculative_tokens": 8,
         "selection": "draft",
+        "reranker": None,
         "tree_topk": 10,
         "tree_depth": 8,
         "tree_min_probability": 0.0,
@@ -78,7 +79,7 @@ def test_stock_options_pass_through() -> None:
 
 PROBABILITY = "a number from 0 to below 1"
 BUDGET = "an integer from 1 to 255"
-RULES = "'draft', 'root', 'root_draw' or 'pearl'"
+RULES = "'draft', 'root', 'root_draw', 'pearl' or 'rerank'"
 STOPPING = "'exhaustive', 'sampled_leaf' or 'cap:k' with an integer k of at least 1"
 POOL = "allowed: tree_topk + (tree_depth - 1) * tree_topk**2 of at most 4096"
 
@@ -113,6 +114,11 @@ POOL = "allowed: tree_topk + (tree_depth - 1) * tree_topk**2 of at most 4096"
             {"root_row": "covered", "selection": "root"},
             "root_row='covered' with frontier=0 and stopping='exhaustive' never finds a root row; "
             "allowed: a frontier of at least 1, or stopping 'sampled_leaf' or 'cap:k'",
+        ),
+        (
+            {"selection": "rerank"},
+            "selection='rerank' with reranker=None is not allowed; "
+            "allowed: selection 'rerank' with the path of a reranker, any other without one",
         ),
         ({"frontier": 255}, "frontier=255 is not allowed; allowed: an integer from 0 to 254"),
         (

@@ -11,8 +11,11 @@ import engine_process
 import numpy as np
 import pytest
 import scenarios
+import torch
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_targetrows.recording import parts, read
+from vllm_targetrows.reranker import Reranker, features, load
 
 PROMPTS = [[(7 * i + j) % 24 for j in range(3 + 5 * i)] for i in range(6)]
 SAMPLED = [{"temperature": 1.0, "max_tokens": 60, "ignore_eos": True, "seed": i} for i in range(6)]
@@ -85,7 +88,7 @@ def test_rounds_are_what_the_engine_did(tiny_pair: Any, tmp_path: Path, rule: st
 def test_probabilities_are_the_targets_own(tiny_pair: Any, tmp_path: Path) -> None:
     """Every recorded number, against plain vLLM's logprobs at the same prefixes."""
     path = tmp_path / "rounds.parquet"
-    result = _recorded(tiny_pair, path, "root", [(PROMPTS, MIXED)], record_rate=0.2)
+    result = _recorded(tiny_pair, path, "root", [(PROMPTS, MIXED)], record_rate=0.5)
     rows = read(path).rounds.to_pylist()
     settings = {}
     for prompt, setting, each in zip(PROMPTS, MIXED, result["answers"][0], strict=True):
@@ -155,3 +158,67 @@ def test_recording_changes_no_answer(tiny_pair: Any, tmp_path: Path) -> None:
     assert state["rounds"] == other["rounds"]
     share = len(read(path).rounds) / (state["rounds"] + sum(state["no_tree"].values()))
     assert 0.3 < share < 0.7
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reranker that was never trained: it chooses other trees than the drafter does."""
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("reranker") / "reranker.safetensors"
+    made = Reranker()
+    made.normalise_by(torch.tensor([[-3.0, -4.0, 2.0, -2.0, 0.5, -2.0, 1.0], [-1.0, -1.0, 1.0, -1.0, 0.0, -1.0, 0.0]]))
+    for weight in made.layers.parameters():
+        weight.data.mul_(3)
+    made.save(path)
+    return path
+
+
+@pytest.mark.timeout(300)
+def test_the_engine_reranks_as_the_study_does(tiny_pair: Any, tmp_path: Path, reranker: Path) -> None:
+    path, model, budget = tmp_path / "rounds.parquet", load(reranker), 6
+    _recorded(tiny_pair, path, "rerank", [(PROMPTS, MIXED)], reranker=str(reranker))
+    rows = [row for row in read(path).rounds.to_pylist() if row["tree"]]
+    assert len(rows) > 60
+    others = 0
+    for row in rows:
+        parents, log_q = row["pool_parent"], row["pool_log_q"]
+        above, score, depth = [], [], []
+        for node in range(len(parents)):
+            above.append(sum(log_q[n] for n in _ancestors(parents, node)[:-1]))
+            depth.append(len(_ancestors(parents, node)))
+        columns = (torch.tensor(each) for each in (log_q, above, depth, row["token_match_p"], row["ancestor_p"]))
+        edges = model.log_p(features(*columns)).tolist()
+        score = [sum(edges[n] for n in _ancestors(parents, node)) for node in range(len(parents))]
+        best = sorted(range(len(parents)), key=lambda n: -score[n])
+        # Two nodes on the border may be as good as equal.
+        if score[best[budget - 1]] - score[best[budget]] > 1e-4:
+            assert set(row["tree"]) == set(best[:budget])
+        draft = [a + q for a, q in zip(above, log_q, strict=True)]
+        others += set(row["tree"]) != set(sorted(range(len(parents)), key=lambda n: -draft[n])[:budget])
+    assert others > len(rows) / 4
+
+
+def _ancestors(parents: list[int], node: int) -> list[int]:
+    """The node and those above it, root side first."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+@pytest.mark.timeout(300)
+def test_reranked_trees_change_no_answer(tiny_pair: Any, reranker: Path) -> None:
+    greedy: list[scenarios.Batch] = [(PROMPTS, {"temperature": 0.0, "max_tokens": 64})]
+    plain = engine_process.run(scenarios.answer, tiny_pair.target, {}, greedy)
+    options = {"reranker": str(reranker), "frontier": 3}
+    speculative = {"speculative_config": scenarios.target_rows(tiny_pair.drafter, 6, "rerank", **options)}
+    reranked = engine_process.run(scenarios.answer, tiny_pair.target, speculative, greedy)
+    assert reranked["answers"] == plain["answers"]
+    assert reranked["states"][0]["accepted_tokens"] > 0
+
+
+def test_a_missing_reranker_is_refused_at_start_up(tiny_pair: Any, tmp_path: Path) -> None:
+    speculative = scenarios.target_rows(tiny_pair.drafter, 6, "rerank", reranker=str(tmp_path / "none"))
+    args = EngineArgs(model=str(tiny_pair.target), speculative_config=speculative)
+    with pytest.raises(ValueError, match=r"^speculative_config: reranker: no reranker at .*; allowed: a file"):
+        args.create_engine_config()

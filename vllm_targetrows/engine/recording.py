@@ -24,11 +24,12 @@ from vllm_targetrows.engine.rows import TargetRows
 from vllm_targetrows.engine.scratch import BlockCopier, tail_blocks
 from vllm_targetrows.engine.transfer import on_device
 from vllm_targetrows.recording import RecordedRound, Recorder
+from vllm_targetrows.selection import NEVER
 from vllm_targetrows.trees import Pool
 
 if TYPE_CHECKING:
     from vllm_targetrows.engine.config import TargetRowsConfig
-    from vllm_targetrows.engine.runner import Batch, RootRows, TreeRounds, Verified
+    from vllm_targetrows.engine.runner import Batch, TreeRounds, Verified
 
 TOP = 10  # tokens kept of a root row
 UNKNOWN = float("nan")
@@ -97,7 +98,6 @@ class RoundRecorder:
         verified: Verified,
         growing: np.ndarray,
         pool: Pool | None,
-        root: RootRows | None,
         rows: TargetRows,
         log_p: Tensor,
     ) -> None:
@@ -118,12 +118,16 @@ class RoundRecorder:
                 tokens = [token for token in emitted[r] if token >= 0]
                 self._outcome(waiting, batch, r, length[r], tokens)
                 self._verified[ids[r]] = waiting
+        if not self._chosen or pool is None:
+            return
+        retained = self._runner.retained_probabilities(batch, verified, growing, pool, log_p)
         for i, r in enumerate(growing.tolist()):
             fits = batch.root_position[r] + length[r] + 2 + self._runner.options.tree_depth < self._runner.max_model_len
-            if fits and self._chosen:
-                assert pool is not None
-                drawn = -1 if root is None or len(emitted[r]) < length[r] + 2 else emitted[r][length[r] + 1]
-                self._grown[ids[r]] = self._score(batch, verified, r, host_pool(pool, i), drawn, log_p)
+            if fits:
+                exists = (pool.score[i] > NEVER).cpu()
+                of_pool = [part[i].cpu()[exists].numpy() for part in retained]
+                drawn = emitted[r][length[r] + 1]
+                self._grown[ids[r]] = self._score(batch, verified, r, host_pool(pool, i), drawn, of_pool)
 
     def forget(self, req_id: str) -> None:
         """The request ends: what is known of its last rounds is kept."""
@@ -138,8 +142,15 @@ class RoundRecorder:
         self._recorder.close()
         return str(self._recorder.path)
 
-    def _score(self, batch: Batch, verified: Verified, r: int, pool: HostPool, drawn: int, log_p: Tensor) -> _Waiting:
-        """The target's probabilities of all nodes of request ``r``'s pool, by a pass over root and inner nodes."""
+    def _score(
+        self, batch: Batch, verified: Verified, r: int, pool: HostPool, drawn: int, retained: list[np.ndarray]
+    ) -> _Waiting:
+        """The target's probabilities of all nodes of request ``r``'s pool, by a pass over root and inner nodes.
+
+        Args:
+            drawn: token drawn from the root row, -1 without one.
+            retained: ``token_match_p`` and ``ancestor_p`` of the pool's nodes.
+        """
         runner = self._runner
         length = int(verified.exits.length[r])
         position = int(batch.root_position[r]) + 1 + length
@@ -157,14 +168,6 @@ class RoundRecorder:
         place[np.append(0, pool.inner + 1)] = np.arange(len(logits))
         greedy = runner._is_greedy(r)
         p = probabilities(rows, greedy, place[pool.parents + 1], pool.tokens)
-        token_match_p, ancestor_p = retained_features(
-            log_p,
-            batch.row_of[r, : batch.sizes[r] + 1],
-            np.append(self._root_token(batch, r), batch.tokens[r, : batch.sizes[r]]),
-            int(verified.exits.exit_node[r]),
-            pool,
-            emitted[-1],
-        )
         recorded = RecordedRound(
             request=runner.input_batch.req_ids[r],
             position=position + 1,
@@ -173,8 +176,8 @@ class RoundRecorder:
             pool_parent=pool.parents,
             pool_log_q=pool.log_q,
             pool_p=p,
-            token_match_p=token_match_p,
-            ancestor_p=ancestor_p,
+            token_match_p=retained[0],
+            ancestor_p=retained[1],
             root_entropy=entropy,
             root_top_token=top.indices.tolist(),
             root_top_p=top.values.exp().tolist(),
@@ -243,9 +246,6 @@ class RoundRecorder:
         logits: Tensor = runner.model.compute_logits(hidden[: nodes + 1])
         return logits
 
-    def _root_token(self, batch: Batch, r: int) -> int:
-        return int(self._runner.input_ids.gpu[int(batch.begin[r] + batch.before[r]) - 1])
-
     def _outcome(self, waiting: _Waiting, batch: Batch, r: int, accepted: int, emitted: list[int]) -> None:
         """The tree was verified: ``emitted`` are the accepted tokens, the continuation and any drawn token."""
         pool, recorded = waiting.pool, waiting.recorded
@@ -290,7 +290,7 @@ class RoundRecorder:
 def host_pool(pool: Pool, request: int) -> HostPool:
     """One request's pool, without the nodes that do not exist."""
     score = pool.score[request].cpu().numpy()
-    exists = score > -np.inf
+    exists = score > NEVER
     number = np.append(np.cumsum(exists) - 1, -1)  # the last entry is what parent -1 finds
     tokens, parents = pool.tokens[request].cpu().numpy()[exists], number[pool.parents[request].cpu().numpy()[exists]]
     score = score[exists].astype(np.float64)
@@ -315,27 +315,3 @@ def probabilities(rows: TargetRows, greedy: bool, row: np.ndarray, token: np.nda
     assert rows.probs is not None
     index = on_device(rows.probs.device, row, token)
     return rows.probs[index].cpu().numpy().astype(np.float32)
-
-
-def retained_features(
-    log_p: Tensor, row_of: Tensor, scored_tokens: np.ndarray, exit_node: int, pool: HostPool, root_token: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """What the last verification's rows say about the nodes of the next pool, though they stand at other addresses.
-
-    Args:
-        log_p: float32 ``[T, V]`` log rows of the step.
-        row_of: int64 ``[n + 1]`` row of the root and of each verified node.
-        scored_tokens: int64 ``[n + 1]`` token of the root and of each verified node.
-        exit_node: 0 for the root, ``i + 1`` for node ``i``.
-        root_token: the pool's root, the continuation.
-
-    Returns:
-        ``token_match_p`` and ``ancestor_p`` of ``RecordedRound``: float32 ``[N]``.
-    """
-    above = np.append(root_token, pool.tokens)[pool.parents + 1]
-    same = scored_tokens[None, :] == above[:, None]
-    rows = row_of.cpu().numpy()
-    tokens, matching = on_device(log_p.device, pool.tokens, rows[same.argmax(axis=1)])
-    matched = log_p[matching, tokens].exp().cpu().numpy()
-    ancestor = log_p[int(rows[exit_node]), tokens].exp().cpu().numpy()
-    return np.where(same.any(axis=1), matched, np.float32(UNKNOWN)), ancestor

@@ -14,6 +14,7 @@ trees.  ``TreeRounds._sample`` is the whole round; everything else here prepares
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ from vllm_targetrows.engine.statistics import RoundStatistics
 from vllm_targetrows.engine.steps import Exits, StepRows, Steps
 from vllm_targetrows.engine.transfer import on_device, on_host
 from vllm_targetrows.recording import Recorder
+from vllm_targetrows.reranker import Reranker, retained_probabilities
+from vllm_targetrows.reranker import load as load_reranker
 from vllm_targetrows.selection import select_with_frontier
 from vllm_targetrows.trees import Pool, Tree
 from vllm_targetrows.verification import draw_token, expected_length
@@ -180,6 +183,7 @@ class TreeRounds(GPUModelRunner):
         ] = {}  # match and row that the next root row is compared with
         self._metrics: RoundMetrics | None = None
         self._recorder: RoundRecorder | None = None
+        self._reranker: Reranker | None = None
         enable_builtin_processors(self)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -187,6 +191,8 @@ class TreeRounds(GPUModelRunner):
         if get_tensor_model_parallel_rank() == 0:
             options = self.options
             self._metrics = round_metrics(self.vllm_config, options.selection, options.metrics_row_rate)
+        if self.options.reranker is not None:
+            self._reranker = load_reranker(self.options.reranker).to(self.device)
         # The drafter's LM head may just have been dropped for the target's.  On the CPU it holds a oneDNN handle, whose
         # destructor reads a tensor, and it is part of a reference cycle: if the garbage collector came by while
         # torch.compile traces the target, the tensor would be read under fake mode, which kills the process.
@@ -245,7 +251,8 @@ class TreeRounds(GPUModelRunner):
         assert batch is not None
         chance = self._uniforms(batch)
         # Before the transforms, which may change the logits in place.
-        log_p = None if self._recorder is None else logits.float().log_softmax(dim=1)
+        wanted = self._recorder is not None or self._reranker is not None
+        log_p = logits.log_softmax(dim=1, dtype=torch.float32) if wanted else None
         with stats.phase("verify"):
             rows = self._rows(logits, batch)
             verified = self._verify(rows, batch, chance)
@@ -256,18 +263,21 @@ class TreeRounds(GPUModelRunner):
         with stats.phase("draft"):
             growing = self._growing(batch)
             self._drafter.whole = self._recorder is not None and self._recorder.chooses_step()
-            pool = self._grow(batch, verified, growing)
+            pool = grown = self._grow(batch, verified, growing)
         with stats.phase("root_pass"):
             if self.options.root_row == "covered":
                 root = self._covered_rows(batch, rows, growing, covered)
             else:
                 root = self._root_pass(batch, verified, growing)
         with stats.phase("select"):
+            if self._reranker is not None and pool is not None:
+                assert log_p is not None
+                pool = self._reranked(self._reranker, batch, verified, growing, pool, log_p)
             tree, sizes = self._select(batch, verified, growing, pool, root, chance)
             self._hand_over(batch, verified, growing, tree, sizes, root, self._observe(rows, batch, pool, root))
         if self._recorder is not None:
             assert log_p is not None
-            self._recorder.step(batch, verified, growing, pool, root, rows, log_p)
+            self._recorder.step(batch, verified, growing, grown, rows, log_p)
         return SamplerOutput(
             sampled_token_ids=verified.tokens.to(torch.int32),
             logprobs_tensors=self._logprobs(batch, verified, rows, root),
@@ -406,6 +416,30 @@ class TreeRounds(GPUModelRunner):
             output = self._model_forward(input_ids=tokens, positions=positions)
         return output if self.use_aux_hidden_state_outputs else (output, None)
 
+    def retained_probabilities(
+        self, batch: Batch, verified: Verified, growing: np.ndarray, pool: Pool, log_p: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``reranker.retained_probabilities`` of the step's rows ``log_p`` for the pools of ``growing``."""
+        request = self._to_device(growing)
+        root = self.input_ids.gpu[self._to_device(batch.begin + batch.before - 1)].to(torch.int64)
+        tokens = torch.cat((root[:, None], batch.scored.tokens), dim=1)[request]
+        exits = verified.exits
+        continuation, exit_node = exits.continuation[request], exits.exit_node[request]
+        return retained_probabilities(log_p, batch.row_of[request], tokens, exit_node, pool, continuation)
+
+    def _reranked(
+        self,
+        reranker: Reranker,
+        batch: Batch,
+        verified: Verified,
+        growing: np.ndarray,
+        pool: Pool,
+        log_p: torch.Tensor,
+    ) -> Pool:
+        """The pools with the reranker's path scores."""
+        retained = self.retained_probabilities(batch, verified, growing, pool, log_p)
+        return dataclasses.replace(pool, score=reranker.scores(pool, *retained, levels=self.options.tree_depth))
+
     def _select(
         self,
         batch: Batch,
@@ -439,7 +473,7 @@ class TreeRounds(GPUModelRunner):
                 verified.tokens[index, verified.exits.length[index] + 1] = token
             else:
                 root_log_p = self._first_level_log_p(root.rows, pool, place)
-        elif rule in ROOT_RULES:
+        elif rule in (*ROOT_RULES, "rerank"):  # the reranker's scores are the pool's by now
             rule = "draft"
         choose_by = (rule, root_log_p, drawn, has_row)
         if options.frontier:
