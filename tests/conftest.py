@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # Kernels run in the interpreter, which is chosen before anything imports triton; vLLM on the CPU does not use it.
 os.environ["TRITON_INTERPRET"] = "1"
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine fails no test
+hypothesis.settings.load_profile("no deadline")
 
 ROOT = Path(__file__).resolve().parent.parent
 

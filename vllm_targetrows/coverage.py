@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,15 +80,13 @@ def exit_prefix_law(rows: Rows, nodes: Collection[Prefix], rule: str = "exhausti
     Raises:
         ValueError: unknown stopping rule.
     """
-    cap = re.fullmatch(r"cap:(\d+)", rule)
-    if rule not in ("exhaustive", "sampled_leaf") and cap is None:
-        raise ValueError(f"unknown stopping rule {rule!r}; allowed: exhaustive, cap:k, sampled_leaf")
+    cap = None if rule in ("exhaustive", "sampled_leaf") else _cap(rule)
     inside = set(nodes)
     inner = {prefix[:-1] for prefix in inside}
     # An accepted node is walked on from; the rules differ in which nodes may be accepted.
     accepts = inner & inside if rule == "sampled_leaf" else inside
     if cap is not None:
-        accepts = {prefix for prefix in inside if len(prefix) <= int(cap[1])}
+        accepts = {prefix for prefix in inside if len(prefix) <= cap}
     law: dict[Prefix, float] = {}
     walks: list[tuple[Prefix, float]] = [((), 1.0)]
     for here, mass in walks:  # grows while it is read
@@ -100,6 +99,38 @@ def exit_prefix_law(rows: Rows, nodes: Collection[Prefix], rule: str = "exhausti
             else:
                 law[reached] = mass * p
     return law
+
+
+def acceptable(parents: np.ndarray, depth: np.ndarray, inside: np.ndarray, rule: str) -> np.ndarray:
+    """Which scored nodes a stopping rule lets the verifier accept: bool ``[R, N]``, prefix-closed.
+
+    Stopping at a node is never accepting its children: the exit law over the acceptable nodes is the rule's own law.
+
+    Args:
+        parents, depth: int64 ``[R, N]`` of the scored nodes, parents first; the tree's come before its frontier's.
+        inside: int64 ``[R]`` how many of them are the tree's.
+        rule: ``exhaustive``, ``cap:k`` or ``sampled_leaf``.
+
+    Raises:
+        ValueError: unknown stopping rule.
+    """
+    in_tree = np.arange(parents.shape[1])[None, :] < inside[:, None]
+    if rule == "exhaustive":
+        return in_tree
+    if rule == "sampled_leaf":
+        inner = np.zeros((len(parents), parents.shape[1] + 1), dtype=bool)
+        request, node = np.nonzero(in_tree)
+        inner[request, parents[request, node] + 1] = True
+        return in_tree & inner[:, 1:]
+    return in_tree & (depth <= _cap(rule))
+
+
+def _cap(rule: str) -> int:
+    """``k`` of ``cap:k``."""
+    cap = re.fullmatch(r"cap:(\d+)", rule)
+    if cap is None:
+        raise ValueError(f"unknown stopping rule {rule!r}; allowed: exhaustive, cap:k, sampled_leaf")
+    return int(cap[1])
 
 
 def coverage(law: Mapping[Prefix, float], scored: Collection[Prefix]) -> float:

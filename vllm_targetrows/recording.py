@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ROUNDS_IN_PART = 500
 METADATA = b"targetrows"
+Ints = Sequence[int] | np.ndarray
+Floats = Sequence[float] | np.ndarray
 
 
 @dataclass
@@ -35,32 +37,32 @@ class RecordedRound:
     """Tokens of the committed context, the root included."""
     temperature: float
     """0 for greedy requests, whose rows are point masses."""
-    pool_token: Sequence[int]
+    pool_token: Ints
     """``[N]`` target token ids."""
-    pool_parent: Sequence[int]
+    pool_parent: Ints
     """``[N]``."""
-    pool_log_q: Sequence[float]
+    pool_log_q: Floats
     """``[N]`` log q(node | its parent's prefix)."""
-    pool_p: Sequence[float]
+    pool_p: Floats
     """``[N]`` p(node | its parent's prefix): the target's row at exactly that address."""
-    token_match_p: Sequence[float]
-    """``[N]`` the node's probability in the last verification's best row whose last token is that of the node's parent;
-    NaN where there is none.  It is a row at another address."""
-    ancestor_p: Sequence[float]
-    """``[N]`` the node's probability in the last verification's row at the exit, the root's own parent."""
+    token_match_p: Floats
+    """``[N]`` the node's probability in the last verification's first row whose last token is that of the node's
+    parent, at temperature 1 and without transforms; NaN where there is none.  It is a row at another address."""
+    ancestor_p: Floats
+    """``[N]`` the same in the last verification's row at the exit, the root's own parent."""
     root_entropy: float
-    """Entropy in nats of the target's root row at temperature 1, without transforms."""
-    root_top_token: Sequence[int]
-    """The root row's ten likeliest tokens, likeliest first (fewer where the row has fewer)."""
-    root_top_p: Sequence[float]
-    """Their probabilities."""
+    """Entropy in nats of the target's root row, at temperature 1 and without transforms."""
+    root_top_token: Ints
+    """The ten likeliest tokens of that row, likeliest first (fewer where the vocabulary has fewer)."""
+    root_top_p: Floats
+    """Their probabilities in it."""
     drawn: int
     """Token drawn from the root row before the tree was chosen (``root_draw``, ``pearl``); -1 = none."""
-    tree: Sequence[int]
+    tree: Ints
     """Pool nodes that were verified and could be accepted: those below ``drawn`` where there is one."""
     accepted: int
     """Nodes of ``tree`` that were accepted."""
-    emitted: Sequence[int]
+    emitted: Ints
     """Accepted tokens and the continuation, without ``drawn``."""
     address_variation: float
     """Total variation distance from the next root row to the row at the pool's node with its address; NaN = no such
@@ -82,7 +84,7 @@ def schema() -> pa.Schema:
     import pyarrow as pa
 
     kinds = {"str": pa.string(), "int": pa.int32(), "float": pa.float32()}
-    kinds |= {"Sequence[int]": pa.list_(pa.int32()), "Sequence[float]": pa.list_(pa.float32())}
+    kinds |= {"Ints": pa.list_(pa.int32()), "Floats": pa.list_(pa.float32())}
     return pa.schema([(each.name, kinds[str(each.type)]) for each in fields(RecordedRound)])
 
 

@@ -100,7 +100,7 @@ def ancestor_mask(parents: Tensor, depth: Tensor) -> Tensor:
     return mask
 
 
-def depth_first_preorder(parents: Tensor, depth: Tensor) -> Tensor:
+def depth_first_preorder(parents: Tensor, depth: Tensor, levels: int | None = None) -> Tensor:
     """The place of each node in depth-first preorder: int64 ``[R, B]``.
 
     Siblings keep their incoming order and padding goes last.  A node's place is the number of its ancestors plus the
@@ -109,12 +109,14 @@ def depth_first_preorder(parents: Tensor, depth: Tensor) -> Tensor:
     Args:
         parents: int64 ``[R, B]``, parents first, ``-1`` for children of the root and for padding (which comes last).
         depth: int64 ``[R, B]``.
+        levels: no tree is deeper; looked up where not given.
     """
+    levels = deepest(depth) if levels is None else levels
     requests, nodes = parents.shape
     up = torch.cat((parents.new_zeros((requests, 1)), parents + 1), dim=1)  # the root is node 0 here, its own parent
     subtree = torch.ones_like(up)  # the root's own count is never read
     ups = []  # ups[k] leads 2 ** k levels up
-    for _ in range((deepest(depth) - 1).bit_length() if nodes else 0):
+    for _ in range((levels - 1).bit_length() if nodes and levels else 0):
         ups.append(up)
         subtree = subtree.scatter_add(1, up, subtree)
         up = up.gather(1, up)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_targetrows.selection import oracle, path_scores, root_scores, select
+from vllm_targetrows.selection import oracle, path_scores, root_scores, select, select_with_frontier
 from vllm_targetrows.trees import Pool
 
 NEVER = float("-inf")
@@ -244,7 +244,7 @@ def test_nonexistent_nodes_of_a_first_level_branch_stay_out_of_root(grow_pool):
     assert int(tree.size) == int((pool.score > NEVER).sum())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.booleans(), st.data())
 def test_greedy_root_never_shortens_the_accepted_path(grow_pool, seed, budget, coarse, data):
     pool = grow_pool(seed, 1, 4, 4, vocabulary=6, coarse=coarse)
@@ -327,3 +327,51 @@ def test_single_node_pool_and_budget_beyond_the_pool(grow_pool, rule):
 def test_wrong_calls_are_named(grow_pool, rule, message):
     with pytest.raises(ValueError, match=message):
         select(grow_pool(1, 1, 2, 2), 4, rule)
+
+
+def expected_frontier(pool, request, tree, frontier, rule, root_log_p, drawn):
+    """The best pool nodes below the tree's root that hang off it, by the rule's score: root paths, best first."""
+    named = pool_paths(pool, request)
+    score = pool.score[request].double().tolist()
+    if rule == "root" and root_log_p is not None:
+        branch = pool.branch[request].tolist()
+        score = [
+            NEVER if s == NEVER else float(root_log_p[request, b]) + (s - score[b])
+            for s, b in zip(score, branch, strict=True)
+        ]
+    start = (int(drawn[request]),) if rule in ("root_draw", "pearl") and int(drawn[request]) >= 0 else ()
+    inside = {(*start, *path) for path in tree}
+    outside = [
+        n for n, path in enumerate(named) if path not in inside and (path[:-1] in inside or path[:-1] == start) and tree
+    ]
+    outside = [n for n in outside if len(named[n]) > len(start)]
+    return [named[n][len(start) :] for n in reference(pool, request, score, frontier, outside)]
+
+
+@pytest.mark.parametrize("coarse", [False, True], ids=["no ties", "many ties"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("budget", "frontier"), [(1, 1), (4, 0), (4, 7), (8, 200), (59, 20)])
+def test_the_frontier_is_scored_behind_the_tree(grow_pool, rule, budget, frontier, coarse):
+    pool = grow_pool(budget, 9, 5, 4, coarse=coarse)
+    pool.score[2, 40:] = NEVER
+    pool.score[4, pool.branch[4] == 1] = NEVER
+    root_log_p, drawn = root_rows(pool, budget), drawn_tokens(pool, budget)
+    has_row = torch.arange(9) % 3 != 2
+    alone = select(pool, budget, rule, root_log_p, drawn, has_row)
+    for levels in (None, 4):
+        scored, size = select_with_frontier(pool, budget, frontier, rule, root_log_p, drawn, has_row, levels)
+        assert torch.equal(size, alone.size)
+        for r in range(9):
+            tree = paths(alone, r)
+            row = root_log_p if has_row[r] else None
+            wanted = tree + expected_frontier(pool, r, tree, frontier, rule, row, drawn)
+            got = []
+            for node in range(int(scored.size[r])):
+                parent = int(scored.parents[r, node])
+                assert parent < int(size[r])
+                got.append((*(got[parent] if parent >= 0 else ()), int(scored.tokens[r, node])))
+                assert int(scored.depth[r, node]) == len(got[node])
+            assert got == wanted
+            padding = slice(int(scored.size[r]), None)
+            assert (scored.tokens[r, padding] == -1).all() and (scored.parents[r, padding] == -1).all()
+            assert (scored.depth[r, padding] == 0).all()

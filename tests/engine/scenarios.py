@@ -141,6 +141,23 @@ def answer(model: Path, options: dict[str, Any], batches: Sequence[Batch]) -> di
     }
 
 
+def record(model: Path, options: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:
+    """``answer`` on an engine that records its rounds; the recording is finished afterwards."""
+    llm = make_engine(model, **options)
+    result = {"answers": [[report(output) for output in generate(llm, *batch)] for batch in batches]}
+    result["states"] = states(llm)
+    llm.llm_engine.engine_core.shutdown()
+    return result
+
+
+def rows_at(model: Path, prefixes: Sequence[Tokens]) -> list[list[float]]:
+    """Plain vLLM's log-probabilities of the whole vocabulary at each prefix."""
+    llm = make_engine(model, max_logprobs=-1)
+    outputs = generate(llm, prefixes, {"temperature": 0.0, "max_tokens": 1, "logprobs": -1})
+    found = [output.outputs[0].logprobs[0] for output in outputs]
+    return [[each[token].logprob for token in range(len(each))] for each in found]
+
+
 def without_statistics(model: Path, options: dict[str, Any], prompts: Sequence[Tokens]) -> tuple[bool, list[str]]:
     """Whether an engine decodes with trees, and the names of our metrics in its process."""
     from prometheus_client import REGISTRY

@@ -100,7 +100,7 @@ def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
     ("head_size", "dtype", "window"),
     [(64, torch.float32, -1), (64, torch.bfloat16, -1), (80, torch.float32, -1), (64, torch.float32, 5)],
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(step=steps(), scarce=st.booleans())
 def test_virtual_sequences_equal_masked_attention(
     head_size: int, dtype: torch.dtype, window: int, step: dict, scarce: bool

@@ -24,6 +24,10 @@ def test_defaults() -> None:
         "tree_min_probability": 0.0,
         "tree_grow_probability": 0.0,
         "metrics_row_rate": 0.01,
+        "record": None,
+        "record_rate": 1.0,
+        "frontier": 0,
+        "stopping": "exhaustive",
         "root_row": "separate",
     }
     assert config.pool_size == 710
@@ -31,7 +35,7 @@ def test_defaults() -> None:
 
 
 def test_every_option_is_taken_and_dashes_count_as_underscores() -> None:
-    config, _ = split_options(
+    config, stock = split_options(
         {
             **OPTIONS,
             "selection": "root_draw",
@@ -40,10 +44,15 @@ def test_every_option_is_taken_and_dashes_count_as_underscores() -> None:
             "tree-min-probability": 0.25,
             "tree-grow-probability": 0.5,
             "metrics-row-rate": 1.0,
-            "root-row": "separate",
+            "record-rate": 0.5,
+            "frontier": 5,
+            "stopping": "cap:12",
+            "root-row": "covered",
         }
     )
-    assert (config.selection, config.tree_topk, config.tree_depth, config.root_row) == ("root_draw", 4, 3, "separate")
+    assert (config.selection, config.tree_topk, config.tree_depth, config.root_row) == ("root_draw", 4, 3, "covered")
+    assert (config.frontier, config.stopping, config.scored_nodes, config.record_rate) == (5, "cap:12", 13, 0.5)
+    assert stock["num_speculative_tokens"] == 13
     assert (config.tree_min_probability, config.tree_grow_probability) == (0.25, 0.5)
     assert config.pool_size == 4 + 2 * 16
 
@@ -70,6 +79,7 @@ def test_stock_options_pass_through() -> None:
 PROBABILITY = "a number from 0 to below 1"
 BUDGET = "an integer from 1 to 255"
 RULES = "'draft', 'root', 'root_draw' or 'pearl'"
+STOPPING = "'exhaustive', 'sampled_leaf' or 'cap:k' with an integer k of at least 1"
 POOL = "allowed: tree_topk + (tree_depth - 1) * tree_topk**2 of at most 4096"
 
 
@@ -93,7 +103,30 @@ POOL = "allowed: tree_topk + (tree_depth - 1) * tree_topk**2 of at most 4096"
             f"tree_min_probability=-0.1 is not allowed; allowed: {PROBABILITY}",
         ),
         ({"tree_grow_probability": 1.5}, f"tree_grow_probability=1.5 is not allowed; allowed: {PROBABILITY}"),
-        ({"root_row": "early"}, "root_row='early' is not allowed; allowed: 'separate'"),
+        ({"root_row": "early"}, "root_row='early' is not allowed; allowed: 'separate' or 'covered'"),
+        (
+            {"root_row": "covered"},
+            "root_row='covered' with selection='draft' is not allowed; "
+            "allowed with it: selection 'root', 'root_draw' or 'pearl'",
+        ),
+        (
+            {"root_row": "covered", "selection": "root"},
+            "root_row='covered' with frontier=0 and stopping='exhaustive' never finds a root row; "
+            "allowed: a frontier of at least 1, or stopping 'sampled_leaf' or 'cap:k'",
+        ),
+        ({"frontier": 255}, "frontier=255 is not allowed; allowed: an integer from 0 to 254"),
+        (
+            {"frontier": 248},
+            "num_speculative_tokens=8 with frontier=248 scores 256 nodes; allowed: at most 255 together",
+        ),
+        ({"stopping": "cap:0"}, f"stopping='cap:0' is not allowed; allowed: {STOPPING}"),
+        ({"stopping": "leaf"}, f"stopping='leaf' is not allowed; allowed: {STOPPING}"),
+        ({"record": ""}, "record='' is not allowed; allowed: the path of a file to write"),
+        ({"record_rate": 0.0}, "record_rate=0.0 is not allowed; allowed: a number above 0, at most 1"),
+        (
+            {"record": "a", "stopping": "cap:1"},
+            "record with stopping='cap:1' is not allowed; allowed with it: 'exhaustive'",
+        ),
         ({"model": ""}, "model='' is not allowed; allowed: name or folder of an EAGLE-3 drafter"),
         ({"model": 3}, "model=3 is not allowed; allowed: name or folder of an EAGLE-3 drafter"),
     ],

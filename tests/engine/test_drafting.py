@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("steps", [HostSteps(), TorchSteps()], ids=["host"
 
 
 @BOTH
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_committed(steps: TorchSteps, data: st.DataObject) -> None:
     """Each request is a text with a root pass before it or not, a step's own tokens, a tree and a path through it."""
@@ -80,7 +80,7 @@ def test_committed(steps: TorchSteps, data: st.DataObject) -> None:
 
 
 @BOTH
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     last=st.lists(st.integers(0, 27), min_size=1, max_size=4),
     more=st.integers(0, 3),

@@ -111,6 +111,33 @@ def test_improbable_nodes_are_left_out(
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [
+        ("draft", {"frontier": 6}),
+        ("draft", {"stopping": "sampled_leaf"}),
+        ("root", {"frontier": 12, "root_row": "covered"}),
+        ("root_draw", {"frontier": 12, "root_row": "covered"}),
+        ("root_draw", {"stopping": "cap:1", "root_row": "covered"}),
+        ("pearl", {"frontier": 6, "stopping": "cap:2", "root_row": "covered"}),
+    ],
+)
+def test_frontiers_and_stopping_rules_change_no_token(
+    tiny_pair: Any, plain_tokens: list[list[list[int]]], rule: str, more: dict[str, Any]
+) -> None:
+    speculative = scenarios.target_rows(tiny_pair.drafter, 8, rule, topk=4, depth=4, **more)
+    options = {"speculative_config": speculative, "max_num_seqs": 8}
+    result = engine_process.run(scenarios.answer, tiny_pair.target, options, BATCHES, timeout=800)
+    assert _tokens(result) == plain_tokens
+    (state,) = result["states"]
+    assert state["accepted_tokens"] > 0
+    assert state["requests"] == state["trees"] == state["carried"] == 0
+    if "root_row" in more:
+        assert result["metrics"]["coverage"]["address"] > 20
+        assert state["forward_seconds"]["root_pass"] == 0
+
+
+@pytest.mark.timeout(900)
 def test_the_compiled_mode_writes_and_accepts_the_same(tiny_pair: Any, plain_tokens: list[list[list[int]]]) -> None:
     """vLLM's compiled graphs trust the layout of their inputs: a drafter that is misread accepts less, in silence."""
 

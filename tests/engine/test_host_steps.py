@@ -24,7 +24,7 @@ HOST, TORCH = HostSteps(), TorchSteps()
 FIELDS = ("tokens", "parents", "depth", "size")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     requests=st.integers(1, 4),
@@ -52,7 +52,7 @@ def test_top_nodes(
         assert torch.equal(getattr(ours, field), getattr(torchs, field)), field
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), requests=st.integers(1, 4), k=st.integers(1, 6), base=st.integers(1, 9))
 def test_expand(seed: int, requests: int, k: int, base: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ def test_expand(seed: int, requests: int, k: int, base: int) -> None:
             assert torch.equal(mine, reference)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
@@ -118,7 +118,7 @@ def _drafter(budget: int, selection: str, topk: int, floor: float) -> Eagle3Draf
     return drafter
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 10**6),
     requests=st.integers(1, 3),

@@ -150,7 +150,7 @@ def flat(batch: list[tuple[Any, ...]]) -> tuple[torch.Tensor, list[list[int]]]:
     return request, [path for _, _, _, paths in batch for path in paths]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(drawn=requests(), seed=st.integers(0, 2**20))
 def test_every_row_is_the_plain_samplers(drawn: Any, seed: int) -> None:
     logits = 2 * torch.randn(sum(len(paths) for *_, paths in drawn), V, generator=torch.Generator().manual_seed(seed))

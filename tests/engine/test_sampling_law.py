@@ -67,8 +67,8 @@ def _fits(
     return fits
 
 
-def _rows(pair: Any, rule: str) -> dict[str, Any]:
-    return {"speculative_config": scenarios.target_rows(pair.drafter, BUDGET, rule)}
+def _rows(pair: Any, rule: str, **more: Any) -> dict[str, Any]:
+    return {"speculative_config": scenarios.target_rows(pair.drafter, BUDGET, rule, **more)}
 
 
 @pytest.mark.timeout(1500)
@@ -84,6 +84,24 @@ def test_every_rule_has_the_targets_law(tiny_pair: Any, laws: Laws, rule: str) -
 def test_min_p_and_penalties_keep_the_law(tiny_pair: Any, laws: Laws, rule: str) -> None:
     counts = {"temperature 1": 1_000, "min-p": 3_000, "penalties": 4_000}
     for name, fit in _fits(tiny_pair, _rows(tiny_pair, rule), laws, counts).items():
+        assert fit.p_value > REJECTED, (name, fit)
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [
+        ("draft", {"frontier": 4, "stopping": "cap:2"}),
+        ("draft", {"stopping": "sampled_leaf"}),
+        ("root", {"frontier": 8, "root_row": "covered"}),
+        ("root_draw", {"frontier": 8, "root_row": "covered"}),
+        ("root_draw", {"stopping": "cap:1", "root_row": "covered"}),
+        ("pearl", {"frontier": 3, "stopping": "sampled_leaf", "root_row": "covered"}),
+    ],
+)
+def test_frontiers_and_stopping_rules_keep_the_law(tiny_pair: Any, laws: Laws, rule: str, more: dict[str, Any]) -> None:
+    counts = {"temperature 1": 6_000, "top-p and top-k": 3_000, "penalties": 1_000}
+    for name, fit in _fits(tiny_pair, _rows(tiny_pair, rule, **more), laws, counts).items():
         assert fit.p_value > REJECTED, (name, fit)
 
 

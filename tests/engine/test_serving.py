@@ -3,69 +3,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import re
-import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
+from server_process import Server, serve, vllm
 
 NAME = "smollm2"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-START_SECONDS = 600
 pytestmark = pytest.mark.timeout(1200)
-
-
-@dataclass(frozen=True)
-class Server:
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=240, max_retries=0)
-
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
-        text = httpx.get(f"{self.url}/metrics").text
-        values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        assert values, f"no metric {name}"
-        return sum(map(float, values))
-
-    def state(self) -> dict[str, Any]:
-        """What the worker keeps at this moment (an endpoint of vLLM's development mode)."""
-        answer = httpx.post(f"{self.url}/collective_rpc", json={"method": "targetrows_state"}, timeout=30)
-        answer.raise_for_status()
-        state: dict[str, Any] = answer.json()["results"][0]
-        return state
-
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-6000:]
-
-
-def _vllm(*arguments: str) -> list[str]:
-    return [str(Path(sys.executable).parent / "vllm"), *arguments]
 
 
 @pytest.fixture(scope="module")
 def server(target_folder: Path, drafter_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("server")
-    log = folder / "log"
     flag = {
         "method": "targetrows",
         "model": str(drafter_folder),
@@ -74,47 +30,10 @@ def server(target_folder: Path, drafter_folder: Path, tmp_path_factory: pytest.T
         "tree_topk": 6,
         "tree_depth": 4,
     }
-    command = _vllm(
-        *("serve", str(target_folder), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16"),
-        # Long prompts are prefilled in chunks beside the trees.
-        *("--max-num-batched-tokens", "320", "--speculative-config", json.dumps(flag)),
-    )
-    environment = {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-    }
-    with log.open("wb") as output:
-        # Its own folder: the repository's root would put triton_kernels/ on the path of vLLM's processes.
-        process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    server = Server(process, f"http://127.0.0.1:{port}", log)
-    try:
-        _wait_until_healthy(server)
+    arguments = ("--served-model-name", NAME, "--max-model-len", "1024", "--max-num-seqs", "16")
+    chunks = ("--max-num-batched-tokens", "320")  # long prompts are prefilled in chunks beside the trees
+    with serve(tmp_path_factory.mktemp("server"), target_folder, flag, *arguments, *chunks) as server:
         yield server
-        assert process.poll() is None, f"the server died:\n{server.tail()}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait_until_healthy(server: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert server.process.poll() is None, f"the server did not start:\n{server.tail()}"
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health", timeout=5).is_success:
-                return
-        time.sleep(0.5)
-    raise AssertionError(f"the server is not healthy after {START_SECONDS} s:\n{server.tail()}")
 
 
 def _idle(server: Server) -> None:
@@ -245,7 +164,7 @@ def test_bench_serve_completes(server: Server, target_folder: Path, tmp_path: Pa
     data.write_text(
         "".join(json.dumps({"prompt": f"Write one sentence about the number {i}."}) + "\n" for i in range(8))
     )
-    command = _vllm(
+    command = vllm(
         *("bench", "serve", "--base-url", server.url, "--model", NAME, "--tokenizer", str(target_folder)),
         *("--dataset-name", "custom", "--dataset-path", str(data), "--num-prompts", "8", "--custom-output-len", "16"),
         *("--max-concurrency", "4", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),

@@ -57,30 +57,56 @@ def make_tiny_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     generator = torch.Generator().manual_seed(seed)
     target = _target_weights(generator)
     drafter = _drafter_weights(generator, target)
-    target_folder, drafter_folder = folder / "target", folder / "drafter"
-    _save(
-        target_folder,
-        {
-            **_SHAPE,
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_hidden_layers": LAYERS,
-        },
-        target,
-    )
-    _save(
-        drafter_folder,
-        {
-            **_SHAPE,
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "draft_vocab_size": DRAFT_VOCABULARY,
-        },
-        drafter,
-    )
-    _save_tokenizer(target_folder)
-    return target_folder, drafter_folder
+    _save_pair(folder, target, drafter)
+    return folder / "target", folder / "drafter"
+
+
+FORCED = (6, 7)
+"""The only two tokens of ``make_forced_pair``, ``a`` and ``b``."""
+
+
+def make_forced_pair(folder: Path, first: float, below: float) -> tuple[Path, Path]:
+    """A target whose row is uniform over ``FORCED`` everywhere, and a drafter whose rows depend on the depth alone.
+
+    All embeddings are one vector and no layer adds anything, so the target's last state is a constant.  The drafter's
+    state starts at one axis; its MLP turns it by a known step a level, and the output layer reads the angle.
+
+    Args:
+        first, below: the drafter's probability of ``a`` in the pool's first level, and in its second (and below, if
+            the two are the same).
+    """
+    generator = torch.Generator().manual_seed(0)
+    target = _target_weights(generator)
+    target["model.embed_tokens.weight"] = torch.ones(VOCABULARY, HIDDEN)
+    for name in target:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            target[name] = torch.zeros_like(target[name])
+    logits = torch.full((VOCABULARY,), -60.0)
+    logits[list(FORCED)] = 0.0
+    target["lm_head.weight"] = (logits / HIDDEN)[:, None].expand(VOCABULARY, HIDDEN)
+    drafter = _drafter_weights(generator, target)
+    for name in ("fc", "midlayer.self_attn.o_proj", "midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"):
+        drafter[name + ".weight"] = torch.zeros_like(drafter[name + ".weight"])
+    drafter["fc.weight"][0, -HIDDEN] = 1.0  # the state starts as the first axis
+    drafter["midlayer.mlp.gate_proj.weight"][0, 0] = 1 / 8
+    drafter["midlayer.mlp.up_proj.weight"][0, 0] = 1.0
+    turn = drafter["midlayer.mlp.down_proj.weight"] = torch.zeros(HIDDEN, INTERMEDIATE)
+    turn[1, 0] = 0.0 if first == below else 0.2
+    state, seen = torch.eye(HIDDEN)[0], []
+    for _ in range(2):
+        normed = state * (state.square().mean() + 1e-5).rsqrt()
+        state = state + turn[:, 0] * torch.nn.functional.silu(normed[0] / 8) * normed[0]
+        seen.append((state * (state.square().mean() + 1e-5).rsqrt())[:2])
+    odds = torch.tensor([math.log(first / (1 - first)), math.log(below / (1 - below))])
+    reads = torch.linalg.lstsq(torch.stack(seen), odds[:, None]).solution[:, 0]
+    head = torch.zeros(DRAFT_VOCABULARY, HIDDEN)
+    head[:, 0] = -40 / seen[0][0]
+    mapped = (torch.arange(DRAFT_VOCABULARY) * VOCABULARY // DRAFT_VOCABULARY).tolist()
+    head[mapped.index(FORCED[0])] = torch.nn.functional.pad(reads, (0, HIDDEN - 2))
+    head[mapped.index(FORCED[1])] = 0.0
+    drafter["lm_head.weight"] = head
+    _save_pair(folder, target, drafter)
+    return folder / "target", folder / "drafter"
 
 
 def _matrix(generator: torch.Generator, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
@@ -147,6 +173,32 @@ def _drafter_weights(generator: torch.Generator, target: dict[str, torch.Tensor]
         "d2t": mapped - torch.arange(DRAFT_VOCABULARY),
         "t2d": known,
     }
+
+
+def _save_pair(folder: Path, target: dict[str, torch.Tensor], drafter: dict[str, torch.Tensor]) -> None:
+    target_folder, drafter_folder = folder / "target", folder / "drafter"
+    _save(
+        target_folder,
+        {
+            **_SHAPE,
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": LAYERS,
+        },
+        target,
+    )
+    _save(
+        drafter_folder,
+        {
+            **_SHAPE,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "draft_vocab_size": DRAFT_VOCABULARY,
+        },
+        drafter,
+    )
+    _save_tokenizer(target_folder)
 
 
 def _save(folder: Path, config: dict[str, object], weights: dict[str, torch.Tensor]) -> None:

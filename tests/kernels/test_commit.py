@@ -110,7 +110,7 @@ def accepted(nodes: int, seed: int) -> list[int]:
     return path
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(0, 999), st.integers(1, 3), st.sampled_from(LAYOUTS))
 def test_paths_of_trees_move_down(nodes: int, seed: int, requests: int, layout: str) -> None:
     """The engine's moves: from the node's own slot to the slot of its level, each request in its own region."""
@@ -124,7 +124,7 @@ def test_paths_of_trees_move_down(nodes: int, seed: int, requests: int, layout: 
     check(layout, 8, torch.bfloat16, 16, plan, max(nodes, 1), layers=1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.permutations(range(12)), st.integers(0, 12))
 def test_any_overlap_inside_a_request(order: list[int], count: int) -> None:
     check("packed NHD", 6, torch.float16, 5, [list(zip(order, range(12), strict=True))[:count]], 12, layers=1)

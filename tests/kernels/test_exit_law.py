@@ -162,7 +162,7 @@ def test_forms(form: str) -> None:
         check_aimed(batch, seed)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.sampled_from(FORMS), st.integers(0, 12)), min_size=1, max_size=3),
     st.integers(13, 200),
@@ -209,7 +209,7 @@ def dyadic_batch(seed: int) -> Batch:
     return batch
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 999), st.integers(0, 4095), st.integers(0, 15))
 def test_exact_masses_and_boundaries(seed: int, first: int, second: int) -> None:
     """Uniforms that fall on the boundaries themselves: the next index with mass is drawn."""

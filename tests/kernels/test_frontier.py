@@ -66,7 +66,7 @@ def test_children(dtype: torch.dtype, vocabulary: int, lanes: int) -> None:
     check_children(draft_rows(2, vocabulary, dtype, vocabulary), 10, mapped, lanes)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(1, 3),
     st.integers(1, 16),
@@ -232,7 +232,7 @@ def test_select_forms(form: str, rule: str) -> None:
     check_select(pool, 17, rule, 1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(FORMS), st.integers(1, 50), st.integers(1, 60), st.sampled_from(RULES), st.integers(0, 999))
 def test_select_any(form: str, nodes: int, budget: int, rule: str, seed: int) -> None:
     check_select(batch_of([pool_of(form, nodes, seed)]), budget, rule, seed)

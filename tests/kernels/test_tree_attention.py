@@ -306,7 +306,7 @@ def test_a_tree_of_a_thousand_nodes() -> None:
     make_step((Request(100, 1, parents_of("random", 1024, 2)),), group=1).check(request_rows=128)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_step(data: st.DataObject) -> None:
     request = st.builds(

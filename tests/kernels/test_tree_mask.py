@@ -75,7 +75,7 @@ def test_a_long_chain() -> None:
     check(*batch([parents_of("chain", 140, 0)], 140))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.sampled_from(FORMS), st.integers(0, 70), st.integers(0, 99)), min_size=1, max_size=5),
     st.integers(0, 40),

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 METHOD = "targetrows"
 MAX_POOL_SIZE = 4096
+MAX_NODES = 255
+STOPPING = r"^(exhaustive|sampled_leaf|cap:[1-9][0-9]*)$"
 
 Selection = Literal["draft", "root", "root_draw", "pearl"]
 
@@ -47,13 +49,31 @@ class TargetRowsConfig(BaseModel):
     """A further level is grown only below paths of which one is at least this likely by the drafter's rows."""
     metrics_row_rate: float = Field(default=0.01, ge=0, le=1, description="a number from 0 to 1")
     """Share of the rounds of which a row is kept and compared with the next root row, for the metrics."""
-    root_row: Literal["separate"] = Field(default="separate", description="'separate'")
-    """Where the root row comes from: ``separate`` is a target pass of its own over the continuations."""
+    record: str | None = Field(default=None, min_length=1, description="the path of a file to write")
+    """Parquet file of recorded rounds, for the study."""
+    record_rate: float = Field(default=1.0, gt=0, le=1, description="a number above 0, at most 1")
+    """Share of the steps whose rounds are recorded."""
+    frontier: int = Field(default=0, ge=0, le=254, description="an integer from 0 to 254")
+    """``F``: pool nodes outside the tree, but below one of its nodes or its root, that are scored with it."""
+    stopping: str = Field(
+        default="exhaustive",
+        pattern=STOPPING,
+        description="'exhaustive', 'sampled_leaf' or 'cap:k' with an integer k of at least 1",
+    )
+    """Where verification stops: when the drawn token is no child in the tree, before a leaf, or after ``k`` tokens."""
+    root_row: Literal["separate", "covered"] = Field(default="separate", description="'separate' or 'covered'")
+    """Where the root row comes from: ``separate`` is a target pass of its own over the continuations, ``covered`` the
+    verification pass, in rounds whose exit prefix it scored (the others choose their trees by ``draft``)."""
 
     @property
     def pool_size(self) -> int:
         """Candidates in a pool: ``k + (depth - 1) * k ** 2`` (EAGLE-2 growth, arXiv 2406.16858)."""
         return self.tree_topk + (self.tree_depth - 1) * self.tree_topk**2
+
+    @property
+    def scored_nodes(self) -> int:
+        """Most nodes whose rows a verification pass computes: the tree's and its frontier's."""
+        return self.num_speculative_tokens + self.frontier
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Any) -> TargetRowsConfig:
@@ -76,6 +96,27 @@ class TargetRowsConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _fits_together(self) -> TargetRowsConfig:
+        if self.scored_nodes > MAX_NODES:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens} with frontier={self.frontier} scores "
+                f"{self.scored_nodes} nodes; allowed: at most {MAX_NODES} together"
+            )
+        if self.root_row == "covered" and self.selection == "draft":
+            raise ValueError(
+                "root_row='covered' with selection='draft' is not allowed; "
+                "allowed with it: selection 'root', 'root_draw' or 'pearl'"
+            )
+        if self.root_row == "covered" and self.stopping == "exhaustive" and not self.frontier:
+            raise ValueError(
+                "root_row='covered' with frontier=0 and stopping='exhaustive' never finds a root row; "
+                "allowed: a frontier of at least 1, or stopping 'sampled_leaf' or 'cap:k'"
+            )
+        if self.record is not None and self.stopping != "exhaustive":
+            raise ValueError(f"record with stopping={self.stopping!r} is not allowed; allowed with it: 'exhaustive'")
+        return self
+
 
 def split_options(options: Mapping[str, Any]) -> tuple[TargetRowsConfig, dict[str, Any]]:
     """Split the dictionary of ``--speculative-config``.
@@ -95,7 +136,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[TargetRowsConfig, dict[st
     if not isinstance(options.get("model"), str) or not options["model"]:
         raise _refusal(f"model={options.get('model')!r} is not allowed; allowed: name or folder of an EAGLE-3 drafter")
     stock = {key: options[key] for key in STOCK_OPTIONS if key in options}
-    return config, {**stock, "method": "eagle3", "num_speculative_tokens": config.num_speculative_tokens}
+    return config, {**stock, "method": "eagle3", "num_speculative_tokens": config.scored_nodes}
 
 
 def _validated(options: Mapping[str, Any]) -> TargetRowsConfig:

@@ -56,6 +56,7 @@ class Eagle3Drafter:
         steps: Steps,
     ) -> None:
         self.steps = steps
+        self.whole = False  # whether the next pools get all their levels, needed or not
         self.proposer = proposer
         self.vllm_config = vllm_config
         self.options = options
@@ -186,11 +187,12 @@ class Eagle3Drafter:
 
         None scores more than the frontier's best.  Requests of one step grow together: one of them is reason enough.
         """
-        if not transfer.looking_is_free(self.device):
+        if not transfer.looking_is_free(self.device) or self.whole:
             return True
         budget = self.options.num_speculative_tokens
         # Of equal scores the shallower node wins, so B nodes as good as the frontier's best leave no room.
-        full = self.options.selection in ("draft", "pearl") and self.topk + (len(levels) - 1) * self.topk**2 >= budget
+        by_draft = self.options.selection in ("draft", "pearl") and not self.options.frontier
+        full = by_draft and self.topk + (len(levels) - 1) * self.topk**2 >= budget
         if self.growing == NEVER and not full:
             return True
         best = frontier.score[:, 0]

@@ -31,12 +31,14 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import _SAMPLING_EPS
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_targetrows.coverage import next_root_match, total_variation
+from vllm_targetrows.coverage import acceptable as acceptable_nodes
+from vllm_targetrows.coverage import address_match, next_root_match, total_variation
 from vllm_targetrows.engine.attention import TreeLayout
 from vllm_targetrows.engine.compat import tree_layout
 from vllm_targetrows.engine.config import TargetRowsConfig
 from vllm_targetrows.engine.drafting import Eagle3Drafter
 from vllm_targetrows.engine.metrics import Round, RoundMetrics, round_metrics
+from vllm_targetrows.engine.recording import RoundRecorder
 from vllm_targetrows.engine.rows import (
     TargetRows,
     enable_builtin_processors,
@@ -49,6 +51,8 @@ from vllm_targetrows.engine.scratch import BlockCopier, append_blocks, bytes_per
 from vllm_targetrows.engine.statistics import RoundStatistics
 from vllm_targetrows.engine.steps import Exits, StepRows, Steps
 from vllm_targetrows.engine.transfer import on_device, on_host
+from vllm_targetrows.recording import Recorder
+from vllm_targetrows.selection import select_with_frontier
 from vllm_targetrows.trees import Pool, Tree
 from vllm_targetrows.verification import draw_token, expected_length
 
@@ -69,25 +73,40 @@ NOTHING_CARRIED = (-2, torch.empty(0))
 
 @dataclass
 class ProposedTree:
-    """What is kept of a request's tree until the scheduler brings it back: tokens and parents, in preorder."""
+    """What is kept of a request's tree until the scheduler brings it back: its nodes in preorder, then its frontier."""
 
     tokens: list[int]
     parents: np.ndarray
+    size: int  # how many are the tree's
     reason: str | None = None  # why the tree is empty
     first_level: list[int] | None = None  # the pool's first level, likeliest first; None: counted already
 
 
+@dataclass(frozen=True)
+class Acceptable:
+    """The nodes that verification may accept: those of the trees, up to where the stopping rule ends.  ``B`` at most.
+
+    The verifier's numbering is that of ``tree``, everything else's that of the scored nodes.
+    """
+
+    tree: Tree  # [R, B]
+    row_of: torch.Tensor  # int64 [R, B + 1] row of the root and of each node
+    place: torch.Tensor | None  # int64 [R, B + 1] 0 and each node's place among the scored ones, + 1; None: the same
+
+
 @dataclass
 class Batch:
-    """One step's requests and trees.  ``R`` requests, ``B`` nodes at most, ``T`` rows of logits."""
+    """One step's requests and trees.  ``R`` requests, ``N`` scored nodes at most, ``T`` rows of logits."""
 
     plan: Any  # the tree layout's; None: no request has a tree
-    tree: Tree  # [R, B]
-    tokens: np.ndarray  # int64 [R, B] the tree's tokens on the host
-    parents: np.ndarray  # int64 [R, B] and its parents
-    sizes: np.ndarray  # int64 [R] the tree's nodes
-    room: np.ndarray  # int64 [R] the tree's depth: the most nodes that can be accepted
-    row_of: torch.Tensor  # int64 [R, B + 1] row of logits of the root and of each node
+    scored: Tree  # [R, N] the nodes of the tree, then those of its frontier
+    tokens: np.ndarray  # int64 [R, N] their tokens on the host
+    parents: np.ndarray  # int64 [R, N] and their parents
+    sizes: np.ndarray  # int64 [R] scored nodes
+    tree_sizes: np.ndarray  # int64 [R] those of the tree
+    row_of: torch.Tensor  # int64 [R, N + 1] row of logits of the root and of each scored node
+    acceptable: Acceptable
+    room: np.ndarray  # int64 [R] the most nodes that can be accepted
     begin: np.ndarray  # int64 [R] first row of each request in the step
     before: np.ndarray  # int64 [R] tokens up to and including the root
     computed: np.ndarray  # int64 [R] tokens computed before the step
@@ -136,12 +155,12 @@ class Observed:
 
 @dataclass(frozen=True)
 class RootRows:
-    """The root pass of ``n`` requests."""
+    """The root rows of ``n`` requests, from a pass of their own or from the verification pass."""
 
     request: np.ndarray  # int64 [n]
     rows: TargetRows  # n rows
-    logits: torch.Tensor  # [n, V] as the model gave them
     features: torch.Tensor  # [n, hidden] of the continuation
+    node: torch.Tensor | None = None  # int64 [n] the scored node that the row is of; -1: no row, the row given is any
 
 
 class TreeRounds(GPUModelRunner):
@@ -160,6 +179,7 @@ class TreeRounds(GPUModelRunner):
             str, tuple[str, torch.Tensor]
         ] = {}  # match and row that the next root row is compared with
         self._metrics: RoundMetrics | None = None
+        self._recorder: RoundRecorder | None = None
         enable_builtin_processors(self)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -182,9 +202,11 @@ class TreeRounds(GPUModelRunner):
             )
         blocks, size = kv_cache_config.num_blocks, groups[0].kv_cache_spec.block_size
         one_pool = Eagle3Drafter.scratch_blocks(options.tree_topk, options.tree_depth, size)
-        one_tree = options.num_speculative_tokens * tail_blocks(size, options.tree_depth + 2)
+        one_tree = options.scored_nodes * tail_blocks(size, options.tree_depth + 2)
         wanted = self.max_num_reqs * max(one_pool, one_tree)
         count = max(one_pool, one_tree, min(wanted, int(blocks * SCRATCH_SHARE)))
+        if options.record is not None:
+            count = max(count, RoundRecorder.scratch_blocks(options, size))
         super().initialize_kv_cache(append_blocks(kv_cache_config, count), *args, **kwargs)
         self._block_size = self._blocks().block_size
         assert self._block_size == size, "kernel blocks differ from the KV cache manager's blocks"
@@ -210,6 +232,10 @@ class TreeRounds(GPUModelRunner):
             self.round_statistics,
             self._steps,
         )
+        if options.record is not None:
+            writes = get_tensor_model_parallel_rank() == 0
+            recorder = Recorder(options.record, self._recorded_settings()) if writes else None
+            self._recorder = RoundRecorder(self, recorder, options.record_rate, scratch, BlockCopier(kv_caches))
 
     # ------------------------------------------------------------------ the round
 
@@ -218,20 +244,30 @@ class TreeRounds(GPUModelRunner):
         batch, stats = self._batch, self.round_statistics
         assert batch is not None
         chance = self._uniforms(batch)
+        # Before the transforms, which may change the logits in place.
+        log_p = None if self._recorder is None else logits.float().log_softmax(dim=1)
         with stats.phase("verify"):
             rows = self._rows(logits, batch)
             verified = self._verify(rows, batch, chance)
+            covered = self._covered(batch, verified)
         with stats.phase("commit"):
             if batch.plan is not None:
-                self._layout.commit(batch.plan, verified.exits)
+                self._layout.commit(batch.plan, self._to_commit(verified, covered))
         with stats.phase("draft"):
             growing = self._growing(batch)
+            self._drafter.whole = self._recorder is not None and self._recorder.chooses_step()
             pool = self._grow(batch, verified, growing)
         with stats.phase("root_pass"):
-            root = self._root_pass(batch, verified, growing)
+            if self.options.root_row == "covered":
+                root = self._covered_rows(batch, rows, growing, covered)
+            else:
+                root = self._root_pass(batch, verified, growing)
         with stats.phase("select"):
-            tree = self._select(batch, verified, growing, pool, root, chance)
-            self._hand_over(batch, verified, growing, tree, root, self._observe(rows, batch, pool, root))
+            tree, sizes = self._select(batch, verified, growing, pool, root, chance)
+            self._hand_over(batch, verified, growing, tree, sizes, root, self._observe(rows, batch, pool, root))
+        if self._recorder is not None:
+            assert log_p is not None
+            self._recorder.step(batch, verified, growing, pool, root, rows, log_p)
         return SamplerOutput(
             sampled_token_ids=verified.tokens.to(torch.int32),
             logprobs_tensors=self._logprobs(batch, verified, rows, root),
@@ -240,11 +276,61 @@ class TreeRounds(GPUModelRunner):
     def _verify(self, rows: TargetRows, batch: Batch, chance: torch.Tensor | None) -> Verified:
         """Draw every request's exit and continuation by the exit law."""
         levels = max(min(self.options.tree_depth, self.options.num_speculative_tokens), 1)
-        exits = self._steps.exits(rows, batch.tree, batch.row_of, None if chance is None else chance[:, :2], levels)
-        accepted = batch.tree.tokens.gather(1, exits.path.clamp(min=0)).masked_fill_(exits.path < 0, -1)
+        acceptable = batch.acceptable
+        tree, two = acceptable.tree, None if chance is None else chance[:, :2]
+        exits = self._steps.exits(rows, tree, acceptable.row_of, two, levels)
+        accepted = tree.tokens.gather(1, exits.path.clamp(min=0)).masked_fill_(exits.path < 0, -1)
         tokens = pad(accepted, (0, 2), value=-1)
         tokens.scatter_(1, exits.length[:, None], exits.continuation[:, None])
+        if acceptable.place is not None:
+            exit_node = acceptable.place.gather(1, exits.exit_node[:, None])[:, 0]
+            exits = exits._replace(exit_node=exit_node, path=acceptable.place.gather(1, exits.path + 1) - 1)
         return Verified(exits, tokens)
+
+    def _covered(self, batch: Batch, verified: Verified) -> torch.Tensor | None:
+        """The scored node that is each request's exit prefix: int64 ``[R]``, -1 if it was not scored."""
+        if self.options.root_row != "covered":
+            return None
+        exits = verified.exits
+        return address_match(batch.scored, exits.exit_node, exits.continuation).masked_fill(
+            self._to_device(~self._has_room_for_drawn(batch)), -1
+        )
+
+    def _to_commit(self, verified: Verified, covered: torch.Tensor | None) -> Exits:
+        """The exits up to which keys and values are committed: a token is drawn behind a covered continuation."""
+        exits = verified.exits
+        if covered is None or self.options.selection not in DRAWING_RULES:
+            return exits
+        found = covered >= 0
+        path = pad(exits.path, (0, 1), value=-1)
+        last = path.gather(1, exits.length[:, None])[:, 0]
+        path.scatter_(1, exits.length[:, None], torch.where(found, covered, last)[:, None])
+        exit_node = torch.where(found, covered + 1, exits.exit_node)
+        return Exits(exit_node, path, exits.length + found, exits.continuation)
+
+    def _covered_rows(
+        self, batch: Batch, rows: TargetRows, growing: np.ndarray, covered: torch.Tensor | None
+    ) -> RootRows | None:
+        """The root rows that the verification pass computed."""
+        if covered is None or batch.plan is None or not len(growing):
+            return None
+        request = self._to_device(growing)
+        node = covered[request]
+        row = batch.row_of[request, node + 1]
+        state = self._step_state
+        parts = (rows.argmax, rows.probs, rows.scored)
+        argmax, probs, scored = (None if part is None else part[row] for part in parts)
+        greedy = None if rows.greedy is None else rows.greedy[request]
+        # Row of the step's hidden states: those of a request's draft tokens follow its root's.
+        at = self._to_device(batch.begin + batch.before)[request] + node
+        features = self._drafter.features(state.hidden_states, state.aux_hidden_states, at)
+        return RootRows(growing, TargetRows(argmax, probs, greedy, scored), features, node)
+
+    def _has_room_for_drawn(self, batch: Batch) -> np.ndarray:
+        """Which requests have a place for the continuation's keys and values and a token behind it: bool ``[R]``."""
+        bound = batch.last_position + 1  # no continuation is behind it
+        allocated = self._blocks().num_blocks_per_row[: len(bound)] * self._block_size
+        return bound < np.minimum(allocated, self.max_model_len - 1)
 
     def _grow(self, batch: Batch, verified: Verified, growing: np.ndarray) -> Pool | None:
         """Let the drafter read the committed tokens, then grow the pools of ``growing`` (batch rows)."""
@@ -279,11 +365,10 @@ class TreeRounds(GPUModelRunner):
         """The target's rows at the continuations: one token per request, at the position where it will stay."""
         if self.options.selection not in ROOT_RULES:
             return None
-        bound = batch.last_position + 1  # no continuation is behind it
-        allocated = self._blocks().num_blocks_per_row[: len(bound)] * self._block_size
-        request = growing[(bound < np.minimum(allocated, self.max_model_len - 1))[growing]]
+        request = growing[self._has_room_for_drawn(batch)[growing]]
         if not len(request):
             return None
+        bound = batch.last_position + 1  # no continuation is behind it
         n, length = len(request), verified.exits.length
         index = self._to_device(request)
         positions = (self._to_device(batch.root_position + 1) + length)[index]
@@ -306,17 +391,20 @@ class TreeRounds(GPUModelRunner):
             positions=positions,
         )
         per_layer = self._metadata_of_layers(metadata)
-        with (
-            self.round_statistics.forward("root_pass"),
-            set_forward_context(
-                per_layer, self.vllm_config, num_tokens=n, slot_mapping=dict.fromkeys(per_layer, slots)
-            ),
-        ):
-            output = self._model_forward(input_ids=tokens, positions=positions)
-            hidden, aux = output if self.use_aux_hidden_state_outputs else (output, None)
+        with self.round_statistics.forward("root_pass"):
+            hidden, aux = self._target_pass(tokens, positions, per_layer, slots)
             logits = self.model.compute_logits(hidden[:n])
         rows = self._rows(logits, batch, request, verified)
-        return RootRows(request, rows, logits, self._drafter.features(hidden, aux, torch.arange(n, device=self.device)))
+        return RootRows(request, rows, self._drafter.features(hidden, aux, torch.arange(n, device=self.device)))
+
+    def _target_pass(
+        self, tokens: torch.Tensor, positions: torch.Tensor, per_layer: dict[str, Any], slots: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """A pass of the target beside vLLM's own: its hidden states, and those that the drafter reads."""
+        slot_mapping = dict.fromkeys(per_layer, slots)
+        with set_forward_context(per_layer, self.vllm_config, num_tokens=len(tokens), slot_mapping=slot_mapping):
+            output = self._model_forward(input_ids=tokens, positions=positions)
+        return output if self.use_aux_hidden_state_outputs else (output, None)
 
     def _select(
         self,
@@ -326,17 +414,26 @@ class TreeRounds(GPUModelRunner):
         pool: Pool | None,
         root: RootRows | None,
         chance: torch.Tensor | None,
-    ) -> Tree:
-        """Choose the trees of ``growing`` by the rule, with the token drawn from each root row."""
+    ) -> tuple[Tree, torch.Tensor]:
+        """Choose the trees of ``growing`` by the rule, with the token drawn from each root row.
+
+        Returns:
+            The scored nodes of each request, and how many of them are the tree's.
+        """
         if pool is None:
-            return Tree.empty(0, self.device)
-        rule, root_log_p, drawn, has_row = self.options.selection, None, None, None
+            empty = Tree.empty(0, self.device)
+            return empty, empty.size
+        options, root_log_p, drawn, has_row = self.options, None, None, None
+        rule: str = options.selection
         if root is not None:
             place = self._to_device(np.searchsorted(growing, root.request))
-            has_row = torch.zeros(len(growing), dtype=torch.bool, device=self.device).index_fill_(0, place, True)
+            has_row = torch.zeros(len(growing), dtype=torch.bool, device=self.device)
+            has_row[place] = True if root.node is None else root.node >= 0
             if rule in DRAWING_RULES:
                 index = self._to_device(root.request)
                 token = self._draw(root.rows, None if chance is None else chance[index, 2])
+                if root.node is not None:
+                    token = torch.where(root.node >= 0, token, -1)
                 drawn = torch.full((len(growing),), -1, dtype=torch.int64, device=self.device)
                 drawn[place] = token
                 verified.tokens[index, verified.exits.length[index] + 1] = token
@@ -344,32 +441,40 @@ class TreeRounds(GPUModelRunner):
                 root_log_p = self._first_level_log_p(root.rows, pool, place)
         elif rule in ROOT_RULES:
             rule = "draft"
-        return self._steps.select(pool, self.options.num_speculative_tokens, rule, root_log_p, drawn, has_row)
+        choose_by = (rule, root_log_p, drawn, has_row)
+        if options.frontier:
+            budget, levels = options.num_speculative_tokens, options.tree_depth
+            return select_with_frontier(pool, budget, options.frontier, *choose_by, levels)
+        tree = self._steps.select(pool, options.num_speculative_tokens, *choose_by)
+        return tree, tree.size
 
     def _hand_over(
         self,
         batch: Batch,
         verified: Verified,
         growing: np.ndarray,
-        tree: Tree,
+        scored: Tree,
+        tree_sizes: torch.Tensor,
         root: RootRows | None,
         observed: Observed | None,
     ) -> None:
         """Bring the decision and the next trees to the host, and keep what the next step needs."""
         req_ids, rule = self.input_batch.req_ids, self.options.selection
-        wanted = (verified.exits.length, verified.tokens, tree.tokens, tree.parents, tree.size)
+        wanted = (verified.exits.length, verified.tokens, scored.tokens, scored.parents, scored.size, tree_sizes)
         seen = () if observed is None else (verified.exits.exit_node, *observed.tensors())
-        length, emitted, tokens, parents, sizes, *numbers = on_host(*wanted, *seen)
+        length, emitted, tokens, parents, sizes, of_tree, *numbers = on_host(*wanted, *seen)
+        has_drawn = emitted[np.arange(len(length)), length + 1] >= 0
         if root is not None and rule in DRAWING_RULES:
             position = batch.root_position + length + 1
             for i, r in enumerate(root.request.tolist()):
-                self._carried[req_ids[r]] = (int(position[r]), root.features[i])
-        empty = "absent" if root is not None and rule in DRAWING_RULES else "improbable"
+                if has_drawn[r]:
+                    self._carried[req_ids[r]] = (int(position[r]), root.features[i])
         self._drafts = [[] for _ in req_ids]
         for i, r in enumerate(growing.tolist()):
-            size = int(sizes[i])
+            size, empty = int(sizes[i]), "absent" if has_drawn[r] else "improbable"
             self._drafts[r] = tokens[i, :size].tolist()
-            self._proposed[req_ids[r]] = ProposedTree(self._drafts[r], parents[i, :size], None if size else empty)
+            tree = ProposedTree(self._drafts[r], parents[i, :size], int(of_tree[i]), None if size else empty)
+            self._proposed[req_ids[r]] = tree
         self._count(batch, length, emitted)
         if observed is not None:
             self._count_in_metrics(batch, observed, length, emitted, growing, root, *numbers)
@@ -378,12 +483,12 @@ class TreeRounds(GPUModelRunner):
         """Batch rows that get a tree next; why the others do not is kept for the statistics."""
         growing = batch.kept & (batch.last_position + 1 < self.effective_drafter_max_model_len)
         for r in np.flatnonzero(batch.kept & ~growing):
-            self._proposed[self.input_batch.req_ids[r]] = ProposedTree([], NO_PARENTS, "drafter_max_model_len")
+            self._proposed[self.input_batch.req_ids[r]] = ProposedTree([], NO_PARENTS, 0, "drafter_max_model_len")
         for r, req_id in enumerate(self.input_batch.req_ids):
             params = self.requests[req_id].sampling_params
             if params is None or params.structured_outputs is not None:
                 growing[r] = False
-                self._proposed[req_id] = ProposedTree([], NO_PARENTS, "structured_output")
+                self._proposed[req_id] = ProposedTree([], NO_PARENTS, 0, "structured_output")
         return np.flatnonzero(growing)
 
     def _count(self, batch: Batch, length: np.ndarray, emitted: np.ndarray) -> None:
@@ -391,7 +496,7 @@ class TreeRounds(GPUModelRunner):
         stats, decoding = self.round_statistics, batch.decoding & batch.kept
         counts = (emitted >= 0).sum(axis=1)
         for r in np.flatnonzero(decoding):
-            size = int(batch.sizes[r])
+            size = int(batch.tree_sizes[r])
             if size:
                 stats.rounds += 1
             else:
@@ -409,7 +514,8 @@ class TreeRounds(GPUModelRunner):
         root_row, requests = batch.row_of[:, 0], len(batch.before)
         expected = torch.zeros(requests, dtype=torch.float64, device=self.device)
         if rows.probs is not None and batch.plan is not None:
-            expected = expected_length(rows.probs, batch.tree, batch.row_of, int(batch.room.max()))
+            acceptable = batch.acceptable
+            expected = expected_length(rows.probs, acceptable.tree, acceptable.row_of, int(batch.room.max()))
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         retained = [
             (r, i, *self._retained.pop(i)) for r, i in enumerate(self.input_batch.req_ids) if i in self._retained
@@ -449,15 +555,15 @@ class TreeRounds(GPUModelRunner):
         for (_, match), value in zip(observed.compared, distance.view(np.float64).tolist(), strict=True):
             metrics.variation(match, value)
         for r in np.flatnonzero(batch.decoding & batch.kept):
-            size, accepted = int(batch.sizes[r]), int(length[r])
-            if not size:
+            nodes, accepted = int(batch.tree_sizes[r]), int(length[r])
+            if not nodes:
                 metrics.no_tree(batch.reasons[r] or "not_scheduled")
                 continue
             behind = [token for token in emitted[r, accepted:].tolist() if token >= 0]
-            nodes = (batch.tokens[r, :size].tolist(), batch.parents[r, :size].tolist())
-            match, node = next_root_match(*nodes, int(exit_node[r]), behind)
+            tokens, parents = (part[r, : batch.sizes[r]].tolist() for part in (batch.tokens, batch.parents))
+            match, node = next_root_match(tokens, parents, int(exit_node[r]), behind)
             mean = float(accepted) if self._is_greedy(r) else float(sampled[r])
-            metrics.round(Round(size, accepted, int((emitted[r] >= 0).sum()), mean, match))
+            metrics.round(Round(nodes, accepted, int((emitted[r] >= 0).sum()), mean, match))
             first = batch.first_levels[r]
             if first is not None:
                 metrics.first_token(_rank(first, int(emitted[r, 0])), first[0] == top[r])
@@ -468,7 +574,9 @@ class TreeRounds(GPUModelRunner):
         place = {} if root is None or not drawing else {r: i for i, r in enumerate(root.request.tolist())}
         for i, r in enumerate(growing.tolist()):
             level = first_level[i].tolist()
-            if r in place:  # the root row has been drawn from: the pool's own root is no root of a tree
+            if (
+                r in place and emitted[r, length[r] + 1] >= 0
+            ):  # the root row has been drawn from: the pool's own root is no root of a tree
                 drawn = int(emitted[r, length[r] + 1])
                 metrics.first_token(_rank(level, drawn), level[0] == root_top[place[r]])
             else:
@@ -483,13 +591,17 @@ class TreeRounds(GPUModelRunner):
         self, logits: torch.Tensor, batch: Batch, request: np.ndarray | None = None, verified: Verified | None = None
     ) -> TargetRows:
         """The requests' rows from the model's logits: of the step's trees, or of the root pass of ``request``."""
-        metadata = self.input_batch.sampling_metadata
         if request is None:
             request = np.repeat(np.arange(len(batch.drafts)), batch.drafts + 1)
         paths = None
-        if needs_paths(metadata):
+        if needs_paths(self.input_batch.sampling_metadata):
             paths = self._tree_paths(batch) if verified is None else self._emitted(verified, request)
+        return self._rows_at(logits, request, paths)
+
+    def _rows_at(self, logits: torch.Tensor, request: np.ndarray, paths: list[list[int]] | None) -> TargetRows:
+        """``target_rows`` of the batch; arguments as there."""
         index, first = on_device(self.device, request, np.flatnonzero(np.diff(request, prepend=-1)))
+        metadata = self.input_batch.sampling_metadata
         return target_rows(logits, index, metadata, paths, self.sampler.logprobs_mode, first)
 
     def _uniforms(self, batch: Batch) -> torch.Tensor | None:
@@ -572,14 +684,14 @@ class TreeRounds(GPUModelRunner):
         requests, spec_tokens = len(req_ids), scheduler_output.scheduled_spec_decode_tokens
         proposed = [self._proposed.pop(req_id, None) for req_id in req_ids]
         drafts = np.zeros(requests, dtype=np.int64)
-        sizes = np.zeros(requests, dtype=np.int64)
+        sizes, tree_sizes = np.zeros((2, requests), dtype=np.int64)
         for r, req_id in enumerate(req_ids):
             scheduled_drafts = spec_tokens.get(req_id)
             if scheduled_drafts:
                 drafts[r] = len(scheduled_drafts)
                 known = proposed[r]
                 if known is not None and known.tokens[: drafts[r]] == list(scheduled_drafts):
-                    sizes[r] = drafts[r]  # the scheduler may have cut the tree short
+                    sizes[r], tree_sizes[r] = drafts[r], known.size  # the scheduler may have cut the tree short
         widest = max(int(sizes.max()), 1)
         parents = np.full((requests, widest), -1, dtype=np.int64)
         tokens = np.full((requests, widest), -1, dtype=np.int64)
@@ -603,17 +715,25 @@ class TreeRounds(GPUModelRunner):
             self.positions[to_device(nodes.rows)] = to_device(root_position + nodes.depth)
         if (drafts > sizes).any():  # placeholders of the scheduler are negative
             self.input_ids.gpu[:total].clamp_(min=0)
+        tree_sizes = np.minimum(tree_sizes, sizes)
         rows_before = np.cumsum(drafts + 1) - (drafts + 1)
         last_row = int((drafts + 1).sum()) - 1
         row_of = np.minimum(rows_before[:, None] + np.arange(widest + 1)[None, :], last_row)
+        scored = Tree(*on_device(self.device, tokens, parents, depth, sizes))
+        acceptable = Acceptable(scored, to_device(row_of), None)
+        accepts = acceptable_nodes(parents, depth, tree_sizes, self.options.stopping)
+        if accepts.sum() < sizes.sum():
+            acceptable = self._acceptable(accepts, tokens, parents, depth, row_of)
         return Batch(
             plan=plan,
-            tree=Tree(to_device(tokens), to_device(parents), to_device(depth), to_device(sizes)),
+            scored=scored,
             tokens=tokens,
             parents=parents,
             sizes=sizes,
-            room=depth.max(axis=1),
+            tree_sizes=tree_sizes,
             row_of=to_device(row_of),
+            acceptable=acceptable,
+            room=(depth * accepts).max(axis=1),
             begin=begin,
             before=before,
             computed=computed,
@@ -623,6 +743,24 @@ class TreeRounds(GPUModelRunner):
             reasons=[known.reason if known else None for known in proposed],
             first_levels=[known.first_level if known else None for known in proposed],
         )
+
+    def _acceptable(
+        self, accepts: np.ndarray, tokens: np.ndarray, parents: np.ndarray, depth: np.ndarray, row_of: np.ndarray
+    ) -> Acceptable:
+        """The scored nodes of ``accepts`` (bool ``[R, N]``, prefix-closed) as trees, in the same order."""
+        sizes = accepts.sum(axis=1)
+        widest = max(int(sizes.max()), 1)
+        chosen = np.argsort(~accepts, axis=1, kind="stable")[:, :widest]
+        behind = np.arange(widest)[None, :] >= sizes[:, None]
+        number = np.cumsum(accepts, axis=1) - 1  # of each accepted node
+        above = np.take_along_axis(parents, chosen, axis=1)
+        above = np.where(above >= 0, np.take_along_axis(number, np.maximum(above, 0), axis=1), -1)
+        tree = (np.take_along_axis(tokens, chosen, axis=1), above, np.take_along_axis(depth, chosen, axis=1))
+        for part, nothing in zip(tree, (-1, -1, 0), strict=True):
+            part[behind] = nothing
+        place = np.pad(chosen + 1, ((0, 0), (1, 0)))
+        arrays = on_device(self.device, *tree, sizes, np.take_along_axis(row_of, place, axis=1), place)
+        return Acceptable(Tree(*arrays[:4]), *arrays[4:])
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, base = super()._build_attention_metadata(*args, **kwargs)
@@ -689,6 +827,23 @@ class TreeRounds(GPUModelRunner):
         self._proposed.pop(req_id, None)
         self._carried.pop(req_id, None)
         self._retained.pop(req_id, None)
+        if self._recorder is not None:
+            self._recorder.forget(req_id)
+
+    def _recorded_settings(self) -> dict[str, Any]:
+        """What a recording says of the engine."""
+        config = self.vllm_config
+        settings = {"model": config.model_config.model, "drafter": config.speculative_config.model}
+        return {**settings, "dtype": str(config.model_config.dtype).removeprefix("torch."), **self.options.model_dump()}
+
+    def shutdown(self) -> None:
+        """Finish the recording, then what vLLM does."""
+        self.targetrows_save_recording()
+        super().shutdown()
+
+    def targetrows_save_recording(self) -> str | None:
+        """Make the recording readable now; returns its path, ``None`` without one."""
+        return None if self._recorder is None else self._recorder.close()
 
     def targetrows_state(self) -> dict[str, Any]:
         """Statistics of the rounds and what is kept of requests at this moment."""

@@ -28,3 +28,7 @@ class TargetRowsWorker(cpu_worker.CPUWorker):
     def targetrows_state(self) -> dict[str, Any]:
         """For ``collective_rpc("targetrows_state")``: see ``TreeRounds.targetrows_state``."""
         return self.model_runner.targetrows_state()
+
+    def targetrows_save_recording(self) -> str | None:
+        """For ``collective_rpc``: see ``TreeRounds.targetrows_save_recording``."""
+        return self.model_runner.targetrows_save_recording()
