@@ -34,9 +34,9 @@ def features(log_q: Tensor, parent_score: Tensor, depth: Tensor, token_match_p: 
         log_q: log q(node | its parent's prefix), in nats.
         parent_score: sum of log q along the parent's path, 0 for a child of the root.
         depth: 1 for a child of the root.
-        token_match_p: the node's probability in the last verification's best row whose last token is that of the node's
-            parent; NaN where there is none.
-        ancestor_p: its probability in the last verification's row at the exit; NaN where there is none.
+        token_match_p: the node's probability in the last verification's first row whose last token is that of the
+            node's parent, at temperature 1 and without transforms, as it is recorded; NaN where there is none.
+        ancestor_p: the same in the last verification's row at the exit; NaN where there is none.
     """
     floor = torch.tensor(FLOOR).log().item()
     columns = [log_q.float().clamp(min=floor), parent_score.float().clamp(min=2 * floor), depth.float()]
