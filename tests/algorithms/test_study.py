@@ -488,6 +488,12 @@ def test_groups_by_settings_and_temperature(tmp_path):
         "first, temperature 0.7",
         "second, temperature 0.7",
     ]
+    (tmp_path / "more").mkdir()
+    third = write(tmp_path / "more" / "first.parquet", rounds, model="another")
+    assert [part.name for part in groups([read(first), read(third)])][1:] == [
+        f"{first}, temperature 0.7",
+        f"{third}, temperature 0.7",
+    ]
 
 
 @pytest.mark.parametrize(

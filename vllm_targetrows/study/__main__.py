@@ -52,7 +52,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of resamples and of the reranker (default: %(default)s)")
     parser.add_argument("--bootstrap", type=int, default=2000, metavar="N", help="resamples (default: %(default)s)")
     parser.add_argument("--no-rerank", action="store_true", help="do not train the reranker")
-    parser.add_argument("--save-reranker", type=Path, metavar="FILE", help="write the trained reranker (safetensors)")
+    parser.add_argument(
+        "--save-reranker",
+        type=Path,
+        metavar="FILE",
+        help="write the reranker that was trained on half of the prompts (safetensors); with several temperatures or"
+        " settings one file each, their name added to FILE's",
+    )
     options = parser.parse_args(argv)
     if options.bootstrap < 1:
         parser.error(f"--bootstrap is {options.bootstrap}, must be at least 1")

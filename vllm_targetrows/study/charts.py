@@ -88,7 +88,9 @@ def _curve(axes: Any, curve: Sequence[Estimate], colour: str, label: str, percen
     if percent:
         value, low, high = ((part - 1) * 100 for part in (value, low, high))
     budgets = np.arange(1, len(curve) + 1)
-    axes.plot(budgets, value, color=colour, label=label, linewidth=1.6)
+    # Of greedy rounds root and root_draw are one line.
+    style = (0, (3, 2)) if label == "root" else "-"
+    axes.plot(budgets, value, color=colour, label=label, linewidth=1.6, linestyle=style)
     axes.fill_between(budgets, low, high, color=colour, alpha=0.15, linewidth=0)
 
 

@@ -116,7 +116,8 @@ def _accepted(numbers: dict[str, Any]) -> Section:
         "Expected accepted tokens",
         "How many tokens of a rule's tree verification accepts on average. root_draw and pearl count the drawn token as"
         " accepted, as a node and against B; pearl accepts what draft does and verifies fewer nodes."
-        " “root_draw, top token” puts the drafter's likeliest first token in the place of the drawn one.",
+        " “root_draw, top token” puts the drafter's likeliest first token in the place of the drawn one. At"
+        " temperature 0 root_draw accepts what root does: the draw is no draw.",
         "keeping the drafter's top first token instead of drawing is below pearl in every run.",
         [table, nodes],
         ["accepted"],

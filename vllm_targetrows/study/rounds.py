@@ -124,14 +124,16 @@ def groups(recordings: Sequence[Recording]) -> list[Group]:
         for temperature in np.unique(temperatures).tolist():
             rounds = recording.rounds.filter(temperatures == temperature)
             parts.setdefault((settings, temperature), []).append(recording._replace(rounds=rounds))
-    several = len({settings for settings, _ in parts}) > 1
+    # Recordings of several settings are told apart by their first file, by its folder too where that is needed.
+    first = {settings: Path(part[0].path) for (settings, _), part in parts.items()}
+    stems = [path.stem for path in first.values()]
+    names = {
+        settings: "" if len(first) == 1 else f"{path.stem if stems.count(path.stem) == 1 else path}, "
+        for settings, path in first.items()
+    }
     return [
-        Group(
-            f"{Path(part[0].path).stem}, temperature {temperature:g}" if several else f"temperature {temperature:g}",
-            temperature,
-            part,
-        )
-        for (_, temperature), part in parts.items()
+        Group(f"{names[settings]}temperature {temperature:g}", temperature, part)
+        for (settings, temperature), part in parts.items()
     ]
 
 
