@@ -131,3 +131,20 @@ def test_a_folder_named_like_a_partition_adds_no_column(tmp_path):
     recorder.add(ROUND)
     recorder.close()
     assert rounds_of(path)[0]["temperature"] == 0.5
+
+
+def test_parts_that_were_joined_but_not_removed_count_once(tmp_path, small_parts):
+    path = tmp_path / "rounds.parquet"
+    recorder = Recorder(path, {})
+    for position in range(3):
+        recorder.add(replace(ROUND, position=position))
+    (part,) = parts(path)
+    kept = part.read_bytes()
+    recorder.close()
+    part.write_bytes(kept)
+    assert positions(path) == [0, 1, 2]
+    for position in range(3, 6):
+        recorder.add(replace(ROUND, position=position))
+    assert positions(path) == list(range(6))
+    recorder.close()
+    assert positions(path) == list(range(6))
