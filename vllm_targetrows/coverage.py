@@ -46,28 +46,23 @@ def frontier(nodes: Collection[Prefix], scored: Collection[Prefix]) -> set[Prefi
 
 
 def next_root_match(
-    tokens: Sequence[int], parents: Sequence[int], exit_node: int, emitted: Sequence[int]
+    tokens: Sequence[int], parents: Sequence[int], exit_node: int, continuation: int
 ) -> tuple[str, int | None]:
-    """How a round's scored nodes match the next root.
+    """How a round's scored nodes match the next root, its exit prefix.
 
     Args:
-        tokens, parents: of the tree's nodes in preorder, ``-1`` = child of the root.
+        tokens, parents: of the scored nodes, parents first, ``-1`` = child of the root.
         exit_node: 0 for the root, ``i + 1`` for node ``i``.
-        emitted: the tokens behind the exit: the continuation and, under the drawing rules, the drawn token.
 
     Returns:
-        ``address`` and the node where the next root's whole context was scored; ``token_only`` and the first node with
-        its last token where only that was; ``none`` and ``None`` otherwise.
+        ``address`` and the node where the exit prefix was scored; ``token_only`` and the first node with its last token
+        where only that was; ``none`` and ``None`` otherwise.
     """
-    here: int | None = exit_node - 1
-    for token in emitted:
-        here = next((i for i, known in enumerate(tokens) if known == token and parents[i] == here), None)
-        if here is None:
-            break
-    if here is not None:
-        return "address", here
-    same = next((i for i, known in enumerate(tokens) if known == emitted[-1]), None)
-    return ("none" if same is None else "token_only"), same
+    same = [i for i, token in enumerate(tokens) if token == continuation]
+    for i in same:
+        if parents[i] == exit_node - 1:
+            return "address", i
+    return ("token_only", same[0]) if same else ("none", None)
 
 
 def exit_prefix_law(rows: Rows, nodes: Collection[Prefix], rule: str = "exhaustive") -> dict[Prefix, float]:

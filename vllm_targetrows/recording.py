@@ -119,7 +119,7 @@ class Recorder:
         import pyarrow.parquet as pq
 
         self._write_part()
-        sources = [path for path in (self.path, *parts(self.path)) if path.exists()]
+        sources = _sources(self.path)
         if sources == [self.path]:
             return
         joined = self.path.with_name(self.path.name + ".joining")
@@ -164,17 +164,24 @@ def read(path: str | Path) -> Recording:
     import pyarrow.parquet as pq
 
     path = Path(path)
-    sources = [source for source in (path, *parts(path)) if source.is_file()]
-    if not sources:
-        raise ValueError(f"no recording at {str(path)!r}")
     try:
+        sources = _sources(path)
+        if not sources:
+            raise ValueError(f"no recording at {str(path)!r}")
         tables = [pq.read_table(source) for source in sources]
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{str(path)!r} is no recording: {str(error).splitlines()[0]}") from None
-    joined = int((tables[0].schema.metadata or {}).get(JOINED, 0)) if sources[0] == path else 0
-    keeps = [source == path or int(source.name[-5:]) > joined for source in sources]
-    tables = [table for table, keep in zip(tables, keeps, strict=True) if keep]
     metadata = tables[0].schema.metadata or {}
     if METADATA not in metadata or not tables[0].schema.equals(schema()):
         raise ValueError(f"{str(path)!r} is no recording of this version: its columns are others")
     return Recording(str(path), json.loads(metadata[METADATA]), pa.concat_tables(tables))
+
+
+def _sources(path: Path) -> list[Path]:
+    """The file, if it is there, and the parts that are not in it."""
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        return parts(path)
+    joined = int((pq.read_schema(path).metadata or {}).get(JOINED, 0))
+    return [path, *(part for part in parts(path) if int(part.name[-5:]) > joined)]

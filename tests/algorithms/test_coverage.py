@@ -6,10 +6,12 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_targetrows.coverage import (
+    acceptable,
     address_match,
     coverage,
     exit_prefix_law,
@@ -45,28 +47,49 @@ def random_target(seed, vocabulary):
     return rows
 
 
-@pytest.mark.parametrize("behind", [1, 2])
-def test_next_root_match_compares_whole_contexts(random_tree, behind):
-    """Every exit and every continuation (and drawn token) of some trees, against their lists of prefixes."""
+def test_next_root_match_compares_whole_contexts(random_tree):
+    """Every exit and every continuation of some trees, against their lists of prefixes."""
     seen = set()
     for seed in range(6):
         tree = random_tree(seed, seed, 3)
         nodes = tree_prefixes(tree)
         tokens, parents = ([int(x) for x in part[0][: len(nodes)]] for part in (tree.tokens, tree.parents))
-        for exit_node, suffix in itertools.product(range(len(nodes) + 1), itertools.product(range(4), repeat=behind)):
-            context = (*((), *nodes)[exit_node], *suffix)
-            same = [i for i, prefix in enumerate(nodes) if prefix[-1] == context[-1]]
+        for exit_node, token in itertools.product(range(len(nodes) + 1), range(4)):
+            context = (*((), *nodes)[exit_node], token)
+            same = [i for i, prefix in enumerate(nodes) if prefix[-1] == token]
             if context in nodes:
                 expected = "address", nodes.index(context)
             else:
                 expected = ("token_only", same[0]) if same else ("none", None)
-            assert next_root_match(tokens, parents, exit_node, suffix) == expected
+            assert next_root_match(tokens, parents, exit_node, token) == expected
             seen.add(expected[0])
-            if behind == 1 and nodes:
-                exits, token = torch.tensor([exit_node]), torch.tensor(suffix)
-                assert (address_match(tree, exits, token)[0] >= 0) == (expected[0] == "address")
-                assert token_match(tree, token).any() == (expected[0] != "none")
+            if nodes:
+                exits, continuation = torch.tensor([exit_node]), torch.tensor([token])
+                assert (address_match(tree, exits, continuation)[0] >= 0) == (expected[0] == "address")
+                assert token_match(tree, continuation).any() == (expected[0] != "none")
     assert seen == {"address", "token_only", "none"}
+
+
+@pytest.mark.parametrize("rule", ["exhaustive", "cap:1", "cap:2", "cap:9", "sampled_leaf"])
+def test_a_stopping_rule_is_the_exit_law_over_the_acceptable_nodes(random_tree, rule):
+    """With a frontier behind the tree, whose nodes are never accepted."""
+    for seed in range(12):
+        rows = random_target(seed, 4)
+        tree = random_tree(seed, seed, 4)
+        nodes = tree_prefixes(tree)
+        parents, depth = (part[:1, : len(nodes)].numpy() for part in (tree.parents, tree.depth))
+        inside = len(nodes) - seed % 3 if len(nodes) > 3 else len(nodes)
+        accepts = acceptable(parents, depth, np.array([inside]), rule)[0]
+        assert not accepts[inside:].any()
+        law = exit_prefix_law(rows, nodes[:inside], rule)
+        reached = {prefix[:-1] for prefix in law}
+        assert reached <= {(), *(nodes[i] for i in np.flatnonzero(accepts))}
+        # The exhaustive walk over the acceptable nodes alone.
+        other = exit_prefix_law(rows, [nodes[i] for i in np.flatnonzero(accepts)])
+        assert law.keys() == other.keys()
+        assert all(law[prefix] == pytest.approx(other[prefix], abs=1e-12) for prefix in law)
+    with pytest.raises(ValueError, match="unknown stopping rule 'leaf'; allowed"):
+        acceptable(parents, depth, np.array([1]), "leaf")
 
 
 ORACLE_1 = words("a", "b", "aa", "ab", "ba", "aaa", "aab")

@@ -18,7 +18,7 @@ import dataclasses
 import gc
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_targetrows.coverage import acceptable as acceptable_nodes
 from vllm_targetrows.coverage import address_match, next_root_match, total_variation
+from vllm_targetrows.engine import transfer
 from vllm_targetrows.engine.attention import TreeLayout
 from vllm_targetrows.engine.compat import tree_layout
 from vllm_targetrows.engine.config import TargetRowsConfig
@@ -156,6 +157,14 @@ class Observed:
         return (self.top, self.first_level, self.root_top, *numbers)
 
 
+class Retained(NamedTuple):
+    """A row that is compared with the next root row: ``[V]`` each, or the token ``[]`` of a point mass."""
+
+    match: str
+    row: torch.Tensor
+    root_row: torch.Tensor | None  # None: the next step's
+
+
 @dataclass(frozen=True)
 class RootRows:
     """The root rows of ``n`` requests, from a pass of their own or from the verification pass."""
@@ -178,9 +187,7 @@ class TreeRounds(GPUModelRunner):
         self._drafts: list[list[int]] = []
         self._batch: Batch | None = None
         self._step_state: Any = None
-        self._retained: dict[
-            str, tuple[str, torch.Tensor]
-        ] = {}  # match and row that the next root row is compared with
+        self._retained: dict[str, Retained] = {}
         self._metrics: RoundMetrics | None = None
         self._recorder: RoundRecorder | None = None
         self._reranker: Reranker | None = None
@@ -551,10 +558,15 @@ class TreeRounds(GPUModelRunner):
             acceptable = batch.acceptable
             expected = expected_length(rows.probs, acceptable.tree, acceptable.row_of, int(batch.room.max()))
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        retained = [
-            (r, i, *self._retained.pop(i)) for r, i in enumerate(self.input_batch.req_ids) if i in self._retained
-        ]
-        distance = [_variation(rows, root_row[r : r + 1], kept) for r, _, _, kept in retained if batch.kept[r]]
+        compared, distance = [], []
+        for r, req_id in enumerate(self.input_batch.req_ids):
+            retained = self._retained.pop(req_id, None)
+            if retained is not None and batch.kept[r]:
+                next_row = retained.root_row
+                if next_row is None:
+                    next_row = _row(rows, root_row[r], self._is_greedy(r))
+                compared.append((req_id, retained.match))
+                distance.append(_distance(next_row, retained.row))
         return Observed(
             rows=rows,
             expected=expected,
@@ -563,8 +575,8 @@ class TreeRounds(GPUModelRunner):
             root_top=none
             if root is None
             else _likeliest(root.rows, torch.arange(len(root.request), device=self.device)),
-            compared=[(req_id, match) for r, req_id, match, _ in retained if batch.kept[r]],
-            distance=torch.cat(distance) if distance else none.double(),
+            compared=compared,
+            distance=torch.stack(distance) if distance else none.double(),
         )
 
     def _count_in_metrics(
@@ -585,6 +597,9 @@ class TreeRounds(GPUModelRunner):
         """Count the step in vLLM's metrics; arrays as of ``Observed``."""
         metrics, req_ids = self._metrics, self.input_batch.req_ids
         assert metrics is not None
+        place = {}  # of the root rows that a token was drawn from
+        if root is not None and self.options.selection in DRAWING_RULES:
+            place = {r: i for i, r in enumerate(root.request.tolist()) if emitted[r, length[r] + 1] >= 0}
         sampled = expected.view(np.float64)
         for (_, match), value in zip(observed.compared, distance.view(np.float64).tolist(), strict=True):
             metrics.variation(match, value)
@@ -593,24 +608,21 @@ class TreeRounds(GPUModelRunner):
             if not nodes:
                 metrics.no_tree(batch.reasons[r] or "not_scheduled")
                 continue
-            behind = [token for token in emitted[r, accepted:].tolist() if token >= 0]
             tokens, parents = (part[r, : batch.sizes[r]].tolist() for part in (batch.tokens, batch.parents))
-            match, node = next_root_match(tokens, parents, int(exit_node[r]), behind)
+            match, node = next_root_match(tokens, parents, int(exit_node[r]), int(emitted[r, accepted]))
             mean = float(accepted) if self._is_greedy(r) else float(sampled[r])
             metrics.round(Round(nodes, accepted, int((emitted[r] >= 0).sum()), mean, match))
             first = batch.first_levels[r]
             if first is not None:
                 metrics.first_token(_rank(first, int(emitted[r, 0])), first[0] == top[r])
             if node is not None and metrics.samples_a_row():
-                kept = _row(observed.rows, batch.row_of[r, node + 1], self._is_greedy(r))
-                self._retained[req_ids[r]] = (match, kept)
-        drawing = root is not None and self.options.selection in DRAWING_RULES
-        place = {} if root is None or not drawing else {r: i for i, r in enumerate(root.request.tolist())}
+                greedy = self._is_greedy(r)
+                root_row = _row(root.rows, place[r], greedy) if root is not None and r in place else None
+                kept = _row(observed.rows, batch.row_of[r, node + 1], greedy)
+                self._retained[req_ids[r]] = Retained(match, kept, root_row)
         for i, r in enumerate(growing.tolist()):
             level = first_level[i].tolist()
-            if (
-                r in place and emitted[r, length[r] + 1] >= 0
-            ):  # the root row has been drawn from: the pool's own root is no root of a tree
+            if r in place:  # the pool's own root is no root of a tree
                 drawn = int(emitted[r, length[r] + 1])
                 metrics.first_token(_rank(level, drawn), level[0] == root_top[place[r]])
             else:
@@ -912,10 +924,13 @@ def _likeliest(rows: TargetRows, row: torch.Tensor) -> torch.Tensor:
     if rows.argmax is not None:  # of all rows, before the temperature
         return rows.argmax[row]
     assert rows.probs is not None
+    if transfer.looking_is_free(row.device):  # torch's argmax takes ten times as long, and the rows a copy
+        probs = rows.probs.numpy()
+        return torch.tensor([probs[r].argmax() for r in row.tolist()], dtype=torch.int64)
     return rows.probs[row].argmax(dim=1)
 
 
-def _row(rows: TargetRows, row: torch.Tensor, greedy: bool) -> torch.Tensor:
+def _row(rows: TargetRows, row: torch.Tensor | int, greedy: bool) -> torch.Tensor:
     """A copy of one row: ``[V]``, or the token ``[]`` of a greedy request's point mass."""
     if greedy:
         assert rows.argmax is not None
@@ -924,13 +939,9 @@ def _row(rows: TargetRows, row: torch.Tensor, greedy: bool) -> torch.Tensor:
     return rows.probs[row].clone()
 
 
-def _variation(rows: TargetRows, row: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Total variation distance of a kept row and of ``row``, int64 ``[1]``: float64 ``[1]``."""
-    if kept.dim() == 0:
-        assert rows.argmax is not None
-        return (rows.argmax[row] != kept).double()
-    assert rows.probs is not None
-    return total_variation(rows.probs[row], kept)
+def _distance(row: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Total variation distance of two rows, or of two point masses given as tokens: float64 ``[]``."""
+    return total_variation(row, other) if row.dim() else (row != other).double()
 
 
 class TargetRowsCPURunner(TreeRounds, CPUModelRunner):
