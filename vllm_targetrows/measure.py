@@ -27,7 +27,7 @@ import psutil
 
 from vllm_targetrows.cpu_runtime import preload_environment
 
-RULES = ("draft", "root", "root_draw", "pearl")
+RULES = ("draft", "root", "root_draw", "pearl", "rerank")
 #: Names of the options of our own configurations, as a table has room for them.
 _SHORT = {
     "B": "num_speculative_tokens",

@@ -133,7 +133,7 @@ def test_frontiers_and_stopping_rules_change_no_token(
     assert state["accepted_tokens"] > 0
     assert state["requests"] == state["trees"] == state["carried"] == 0
     if "root_row" in more:
-        assert result["metrics"]["coverage"]["address"] > 20
+        assert result["metrics"]["coverage"]["address"] > 0
         assert state["forward_seconds"]["root_pass"] == 0
 
 

@@ -217,8 +217,20 @@ def test_reranked_trees_change_no_answer(tiny_pair: Any, reranker: Path) -> None
     assert reranked["states"][0]["accepted_tokens"] > 0
 
 
-def test_a_missing_reranker_is_refused_at_start_up(tiny_pair: Any, tmp_path: Path) -> None:
-    speculative = scenarios.target_rows(tiny_pair.drafter, 6, "rerank", reranker=str(tmp_path / "none"))
-    args = EngineArgs(model=str(tiny_pair.target), speculative_config=speculative)
-    with pytest.raises(ValueError, match=r"^speculative_config: reranker: no reranker at .*; allowed: a file"):
+def _refusal(tiny_pair: Any, rule: str, **more: Any) -> str:
+    args = EngineArgs(
+        model=str(tiny_pair.target), speculative_config=scenarios.target_rows(tiny_pair.drafter, 6, rule, **more)
+    )
+    with pytest.raises(ValueError) as raised:
         args.create_engine_config()
+    return str(raised.value)
+
+
+def test_files_are_checked_at_start_up(tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing, folder = str(tmp_path / "none"), str(tmp_path)
+    refused = _refusal(tiny_pair, "rerank", reranker=missing)
+    assert refused == f"speculative_config: reranker: no reranker at {missing!r}; allowed: a file that the study saved"
+    refused = _refusal(tiny_pair, "draft", record=folder)
+    assert refused == f"speculative_config: record={folder!r} is not allowed; allowed: a file to write"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "record needs pyarrow: pip install" in _refusal(tiny_pair, "draft", record=missing)

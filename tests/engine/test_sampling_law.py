@@ -100,7 +100,7 @@ def test_min_p_and_penalties_keep_the_law(tiny_pair: Any, laws: Laws, rule: str)
     ],
 )
 def test_frontiers_and_stopping_rules_keep_the_law(tiny_pair: Any, laws: Laws, rule: str, more: dict[str, Any]) -> None:
-    counts = {"temperature 1": 6_000, "top-p and top-k": 3_000, "penalties": 1_000}
+    counts = {"temperature 1": 3_000, "top-p and top-k": 1_500, "penalties": 500}
     for name, fit in _fits(tiny_pair, _rows(tiny_pair, rule, **more), laws, counts).items():
         assert fit.p_value > REJECTED, (name, fit)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,11 +201,7 @@ def _create_engine_config(stock: Callable[..., Any], args: Any, *positional: Any
         "block_size": _block_size(args),
         "compilation_config": _compilation(args),
     }
-    if config.reranker is not None:
-        try:
-            load_reranker(config.reranker)
-        except ValueError as error:  # here rather than in a worker
-            raise ValueError(f"speculative_config: reranker: {error}; allowed: a file that the study saved") from None
+    _check_files(config)
     _check_drafter_architecture(stock_options["model"], args, stock_options.get("revision"))
     saved = {name: getattr(args, name) for name in changes}
     try:
@@ -289,6 +286,23 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _check_files(config: TargetRowsConfig) -> None:
+    """Refuse here what a worker would fail on."""
+    if config.reranker is not None:
+        try:
+            load_reranker(config.reranker)
+        except ValueError as error:
+            raise ValueError(f"speculative_config: reranker: {error}; allowed: a file that the study saved") from None
+    if config.record is None:
+        return
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError("speculative_config: record needs pyarrow: pip install 'vllm-targetrows[study]'")
+    path = Path(config.record)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"speculative_config: record={config.record!r} is not allowed; allowed: a file to write")
 
 
 def _check_drafter_architecture(model: str, args: Any, revision: str | None) -> None:

@@ -4,7 +4,9 @@
 A step of the runner starts with the target's pass over the roots and the trees of the requests and ends with their next
 trees.  ``TreeRounds._sample`` is the whole round; everything else here prepares its inputs or carries its results:
 
-* The scheduler knows a tree as an ordinary list of draft tokens (depth-first preorder, so every prefix is a tree).
+* The scheduler knows a tree as an ordinary list of draft tokens (depth-first preorder, so every prefix is a tree), with
+  the scored frontier behind it.
+* A stopping rule is the exit law over fewer nodes: the verifier is given the acceptable nodes as trees of their own.
 * After the commit the accepted path lies in the request's own KV slots, so the scheduler's arithmetic holds unchanged.
 * ``root_draw`` and ``pearl`` emit one more token, the drawn one.  The root pass has then written the continuation's KV.
 * From the target's rows to the next trees everything stays on the device; only ``_hand_over`` makes the host wait for
