@@ -115,6 +115,7 @@ def _drafter(budget: int, selection: str, topk: int, floor: float) -> Eagle3Draf
     drafter = Eagle3Drafter.__new__(Eagle3Drafter)
     drafter.options = SimpleNamespace(num_speculative_tokens=budget, selection=selection)  # type: ignore[assignment]
     drafter.topk, drafter.floor, drafter.growing, drafter.device = topk, floor, floor, torch.device("cpu")
+    drafter.whole = False
     return drafter
 
 
