@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the statistics cost: the time inside the metrics code as a share of the engine's steps with rounds.
 
-One engine a rule, in a process of its own, on the embedded models.  The metrics code is timed from outside: the
-runner's ``_observe`` and ``_count_in_metrics``, ``RoundMetrics.step``, and the reading of the phases' clocks.  Both
-wall-clock time and the CPU time of the engine's thread are taken; where other programs run, only the latter means much.
+One engine a rule, in a process of its own, on the embedded models.  The metrics code is timed from outside:
+``Observer.look`` and ``Observer.count``, ``RoundMetrics.step``, and the reading of the phases' clocks.  Both wall-clock
+time and the CPU time of the engine's thread are taken; where other programs run, only the latter means much.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def measure_engine(rule: str, arguments: argparse.Namespace) -> list[dict[str, A
     from vllm import LLM, SamplingParams
 
     from vllm_targetrows.engine.metrics import RoundMetrics
-    from vllm_targetrows.engine.runner import TreeRounds
+    from vllm_targetrows.engine.observing import Observer
     from vllm_targetrows.engine.statistics import RoundStatistics
 
     clock = Clock()
-    clock.wrap(TreeRounds, "_observe")
-    clock.wrap(TreeRounds, "_count_in_metrics")
+    clock.wrap(Observer, "look")
+    clock.wrap(Observer, "count")
     clock.wrap(RoundMetrics, "step", mark=True)
     clock.wrap(RoundStatistics, "since_last_time")
     configuration = _configuration(rule)

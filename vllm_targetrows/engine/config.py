@@ -14,6 +14,10 @@ MAX_NODES = 255
 STOPPING = r"^(exhaustive|sampled_leaf|cap:[1-9][0-9]*)$"
 
 Selection = Literal["draft", "root", "root_draw", "pearl", "rerank"]
+DRAWING_RULES = ("root_draw", "pearl")
+"""Those that draw the first token from the root row before the tree is chosen."""
+ROOT_RULES = ("root", *DRAWING_RULES)
+"""Those that need the root row."""
 
 #: Keys of vLLM's own ``SpeculativeConfig`` that mean the same here and are handed on.
 STOCK_OPTIONS = (

@@ -28,8 +28,9 @@ from vllm_targetrows.selection import NEVER
 from vllm_targetrows.trees import Pool
 
 if TYPE_CHECKING:
+    from vllm_targetrows.engine.batch import Batch, Verified
     from vllm_targetrows.engine.config import TargetRowsConfig
-    from vllm_targetrows.engine.runner import Batch, TreeRounds, Verified
+    from vllm_targetrows.engine.runner import TreeRounds
 
 TOP = 10  # tokens kept of a root row
 UNKNOWN = float("nan")

@@ -19,8 +19,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,13 +34,14 @@ from vllm.v1.sample.sampler import _SAMPLING_EPS
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_targetrows.coverage import acceptable as acceptable_nodes
-from vllm_targetrows.coverage import address_match, next_root_match, total_variation
-from vllm_targetrows.engine import transfer
+from vllm_targetrows.coverage import address_match
 from vllm_targetrows.engine.attention import TreeLayout
+from vllm_targetrows.engine.batch import Acceptable, Batch, ProposedTree, RootRows, Verified
 from vllm_targetrows.engine.compat import tree_layout
-from vllm_targetrows.engine.config import TargetRowsConfig
+from vllm_targetrows.engine.config import DRAWING_RULES, ROOT_RULES, TargetRowsConfig
 from vllm_targetrows.engine.drafting import Eagle3Drafter
-from vllm_targetrows.engine.metrics import Round, RoundMetrics, round_metrics
+from vllm_targetrows.engine.metrics import round_metrics
+from vllm_targetrows.engine.observing import Observed, Observer
 from vllm_targetrows.engine.recording import RoundRecorder
 from vllm_targetrows.engine.rows import (
     TargetRows,
@@ -60,7 +60,7 @@ from vllm_targetrows.reranker import Reranker, retained_probabilities
 from vllm_targetrows.reranker import load as load_reranker
 from vllm_targetrows.selection import select_with_frontier
 from vllm_targetrows.trees import Pool, Tree
-from vllm_targetrows.verification import draw_token, expected_length
+from vllm_targetrows.verification import draw_token
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -71,110 +71,8 @@ logger = init_logger(__name__)
 
 SCRATCH_SHARE = 0.25
 """Most scratch blocks, as a share of the scheduler's blocks; the worker reports that much less memory to it."""
-DRAWING_RULES = ("root_draw", "pearl")
-ROOT_RULES = ("root", *DRAWING_RULES)
 NO_PARENTS = np.zeros(0, dtype=np.int64)
 NOTHING_CARRIED = (-2, torch.empty(0))
-
-
-@dataclass
-class ProposedTree:
-    """What is kept of a request's tree until the scheduler brings it back: its nodes in preorder, then its frontier."""
-
-    tokens: list[int]
-    parents: np.ndarray
-    size: int  # how many are the tree's
-    reason: str | None = None  # why the tree is empty
-    first_level: list[int] | None = None  # the pool's first level, likeliest first; None: counted already
-
-
-@dataclass(frozen=True)
-class Acceptable:
-    """The nodes that verification may accept: those of the trees, up to where the stopping rule ends.  ``B`` at most.
-
-    The verifier's numbering is that of ``tree``, everything else's that of the scored nodes.
-    """
-
-    tree: Tree  # [R, B]
-    row_of: torch.Tensor  # int64 [R, B + 1] row of the root and of each node
-    place: torch.Tensor | None  # int64 [R, B + 1] 0 and each node's place among the scored ones, + 1; None: the same
-
-
-@dataclass
-class Batch:
-    """One step's requests and trees.  ``R`` requests, ``N`` scored nodes at most, ``T`` rows of logits."""
-
-    plan: Any  # the tree layout's; None: no request has a tree
-    scored: Tree  # [R, N] the nodes of the tree, then those of its frontier
-    tokens: np.ndarray  # int64 [R, N] their tokens on the host
-    parents: np.ndarray  # int64 [R, N] and their parents
-    sizes: np.ndarray  # int64 [R] scored nodes
-    tree_sizes: np.ndarray  # int64 [R] those of the tree
-    row_of: torch.Tensor  # int64 [R, N + 1] row of logits of the root and of each scored node
-    acceptable: Acceptable
-    room: np.ndarray  # int64 [R] the most nodes that can be accepted
-    begin: np.ndarray  # int64 [R] first row of each request in the step
-    before: np.ndarray  # int64 [R] tokens up to and including the root
-    computed: np.ndarray  # int64 [R] tokens computed before the step
-    drafts: np.ndarray  # int64 [R] draft tokens scheduled behind the root; those behind the tree's nodes are ignored
-    kept: np.ndarray  # bool [R] the step's tokens count (the prompt is complete)
-    decoding: np.ndarray  # bool [R] the prompt was complete before the step
-    reasons: list[str | None]  # [R] why a request has no tree
-    first_levels: list[list[int] | None]  # [R] first level of the pool that the tree was chosen from
-
-    @property
-    def root_position(self) -> np.ndarray:
-        """int64 ``[R]`` position of the last token before the tree."""
-        return self.computed + self.before - 1
-
-    @property
-    def last_position(self) -> np.ndarray:
-        """int64 ``[R]``: no accepted node is behind it."""
-        return self.root_position + self.room
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The verifier's decision, on the device.  ``D`` levels at most."""
-
-    exits: Exits
-    tokens: torch.Tensor  # int64 [R, D + 2] accepted tokens, continuation, drawn token; -1 = none
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What the metrics need from the device.  ``R`` requests, ``G`` of them get a pool."""
-
-    rows: TargetRows
-    expected: torch.Tensor  # float64 [R] accepted tokens that the rows let expect; only of sampled requests
-    top: torch.Tensor  # int64 [R] likeliest token of the root's row
-    first_level: torch.Tensor  # int64 [G, k] of the new pools
-    root_top: torch.Tensor  # int64 [n] likeliest token of each row of the root pass
-    compared: list[tuple[str, str]]  # request and match of each retained row
-    distance: torch.Tensor  # float64, its total variation distance from the root's row
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them as int64."""
-        numbers = (self.expected.view(torch.int64), self.distance.view(torch.int64))
-        return (self.top, self.first_level, self.root_top, *numbers)
-
-
-class Retained(NamedTuple):
-    """A row that is compared with the next root row: ``[V]`` each, or the token ``[]`` of a point mass."""
-
-    match: str
-    row: torch.Tensor
-    root_row: torch.Tensor | None  # None: the next step's
-
-
-@dataclass(frozen=True)
-class RootRows:
-    """The root rows of ``n`` requests, from a pass of their own or from the verification pass."""
-
-    request: np.ndarray  # int64 [n]
-    rows: TargetRows  # n rows
-    features: torch.Tensor  # [n, hidden] of the continuation
-    node: torch.Tensor | None = None  # int64 [n] the scored node that the row is of; -1: no row, the row given is any
 
 
 class TreeRounds(GPUModelRunner):
@@ -189,8 +87,7 @@ class TreeRounds(GPUModelRunner):
         self._drafts: list[list[int]] = []
         self._batch: Batch | None = None
         self._step_state: Any = None
-        self._retained: dict[str, Retained] = {}
-        self._metrics: RoundMetrics | None = None
+        self._observer: Observer | None = None
         self._recorder: RoundRecorder | None = None
         self._reranker: Reranker | None = None
         enable_builtin_processors(self)
@@ -199,7 +96,8 @@ class TreeRounds(GPUModelRunner):
         super().load_model(*args, **kwargs)
         if get_tensor_model_parallel_rank() == 0:
             options = self.options
-            self._metrics = round_metrics(self.vllm_config, options.selection, options.metrics_row_rate)
+            metrics = round_metrics(self.vllm_config, options.selection, options.metrics_row_rate)
+            self._observer = None if metrics is None else Observer(self, metrics)
         if self.options.reranker is not None:
             self._reranker = load_reranker(self.options.reranker).to(self.device)
         # The drafter's LM head may just have been dropped for the target's.  On the CPU it holds a oneDNN handle, whose
@@ -283,7 +181,8 @@ class TreeRounds(GPUModelRunner):
                 assert log_p is not None
                 pool = self._reranked(self._reranker, batch, verified, growing, pool, log_p)
             tree, sizes = self._select(batch, verified, growing, pool, root, chance)
-            self._hand_over(batch, verified, growing, tree, sizes, root, self._observe(rows, batch, pool, root))
+            observed = None if self._observer is None else self._observer.look(rows, batch, pool, root)
+            self._hand_over(batch, verified, growing, tree, sizes, root, observed)
         if self._recorder is not None:
             assert log_p is not None
             self._recorder.step(batch, verified, growing, grown, rows, log_p)
@@ -519,8 +418,8 @@ class TreeRounds(GPUModelRunner):
             tree = ProposedTree(self._drafts[r], parents[i, :size], int(of_tree[i]), None if size else empty)
             self._proposed[req_ids[r]] = tree
         self._count(batch, length, emitted)
-        if observed is not None:
-            self._count_in_metrics(batch, observed, length, emitted, growing, root, *numbers)
+        if self._observer is not None and observed is not None:
+            self._observer.count(batch, observed, length, emitted, growing, root, *numbers)
 
     def _growing(self, batch: Batch) -> np.ndarray:
         """Batch rows that get a tree next; why the others do not is kept for the statistics."""
@@ -547,88 +446,6 @@ class TreeRounds(GPUModelRunner):
             stats.tree_nodes += size
             stats.accepted_tokens += int(length[r])
             stats.emitted_tokens += int(counts[r])
-
-    # ------------------------------------------------------------------ metrics
-
-    def _observe(self, rows: TargetRows, batch: Batch, pool: Pool | None, root: RootRows | None) -> Observed | None:
-        """What the metrics need from the device; brought to the host with everything else."""
-        if self._metrics is None:
-            return None
-        root_row, requests = batch.row_of[:, 0], len(batch.before)
-        expected = torch.zeros(requests, dtype=torch.float64, device=self.device)
-        if rows.probs is not None and batch.plan is not None:
-            acceptable = batch.acceptable
-            expected = expected_length(rows.probs, acceptable.tree, acceptable.row_of, int(batch.room.max()))
-        none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        compared, distance = [], []
-        for r, req_id in enumerate(self.input_batch.req_ids):
-            retained = self._retained.pop(req_id, None)
-            if retained is not None and batch.kept[r]:
-                next_row = retained.root_row
-                if next_row is None:
-                    next_row = _row(rows, root_row[r], self._is_greedy(r))
-                compared.append((req_id, retained.match))
-                distance.append(_distance(next_row, retained.row))
-        return Observed(
-            rows=rows,
-            expected=expected,
-            top=_likeliest(rows, root_row),
-            first_level=none if pool is None else pool.tokens[:, : pool.width],
-            root_top=none
-            if root is None
-            else _likeliest(root.rows, torch.arange(len(root.request), device=self.device)),
-            compared=compared,
-            distance=torch.stack(distance) if distance else none.double(),
-        )
-
-    def _count_in_metrics(
-        self,
-        batch: Batch,
-        observed: Observed,
-        length: np.ndarray,
-        emitted: np.ndarray,
-        growing: np.ndarray,
-        root: RootRows | None,
-        exit_node: np.ndarray,
-        top: np.ndarray,
-        first_level: np.ndarray,
-        root_top: np.ndarray,
-        expected: np.ndarray,
-        distance: np.ndarray,
-    ) -> None:
-        """Count the step in vLLM's metrics; arrays as of ``Observed``."""
-        metrics, req_ids = self._metrics, self.input_batch.req_ids
-        assert metrics is not None
-        place = {}  # of the root rows that a token was drawn from
-        if root is not None and self.options.selection in DRAWING_RULES:
-            place = {r: i for i, r in enumerate(root.request.tolist()) if emitted[r, length[r] + 1] >= 0}
-        sampled = expected.view(np.float64)
-        for (_, match), value in zip(observed.compared, distance.view(np.float64).tolist(), strict=True):
-            metrics.variation(match, value)
-        for r in np.flatnonzero(batch.decoding & batch.kept):
-            nodes, accepted = int(batch.tree_sizes[r]), int(length[r])
-            if not nodes:
-                metrics.no_tree(batch.reasons[r] or "not_scheduled")
-                continue
-            tokens, parents = (part[r, : batch.sizes[r]].tolist() for part in (batch.tokens, batch.parents))
-            match, node = next_root_match(tokens, parents, int(exit_node[r]), int(emitted[r, accepted]))
-            mean = float(accepted) if self._is_greedy(r) else float(sampled[r])
-            metrics.round(Round(nodes, accepted, int((emitted[r] >= 0).sum()), mean, match))
-            first = batch.first_levels[r]
-            if first is not None:
-                metrics.first_token(_rank(first, int(emitted[r, 0])), first[0] == top[r])
-            if node is not None and metrics.samples_a_row():
-                greedy = self._is_greedy(r)
-                root_row = _row(root.rows, place[r], greedy) if root is not None and r in place else None
-                kept = _row(observed.rows, batch.row_of[r, node + 1], greedy)
-                self._retained[req_ids[r]] = Retained(match, kept, root_row)
-        for i, r in enumerate(growing.tolist()):
-            level = first_level[i].tolist()
-            if r in place:  # the pool's own root is no root of a tree
-                drawn = int(emitted[r, length[r] + 1])
-                metrics.first_token(_rank(level, drawn), level[0] == root_top[place[r]])
-            else:
-                self._proposed[req_ids[r]].first_level = level
 
     def _is_greedy(self, r: int) -> bool:
         return float(self.input_batch.temperature_cpu[r]) < _SAMPLING_EPS
@@ -845,10 +662,10 @@ class TreeRounds(GPUModelRunner):
             return super().sample_tokens(grammar_output)
         finally:
             self._step_state = self._batch = None
-            if self._metrics is not None:
+            if self._observer is not None:
                 phases = self.round_statistics.since_last_time()
                 if batch is not None and (batch.sizes[batch.decoding & batch.kept] > 0).any():
-                    self._metrics.step(phases)
+                    self._observer.metrics.step(phases)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # vLLM rewinds the generators of unfinished prompts, which a CPU generator cannot do.  The round never
@@ -874,7 +691,8 @@ class TreeRounds(GPUModelRunner):
         """Drop what is kept of a request."""
         self._proposed.pop(req_id, None)
         self._carried.pop(req_id, None)
-        self._retained.pop(req_id, None)
+        if self._observer is not None:
+            self._observer.retained.pop(req_id, None)
         if self._recorder is not None:
             self._recorder.forget(req_id)
 
@@ -900,7 +718,7 @@ class TreeRounds(GPUModelRunner):
             "requests": len(self.requests),
             "trees": len(self._proposed),
             "carried": len(self._carried),
-            "retained": len(self._retained),
+            "retained": 0 if self._observer is None else len(self._observer.retained),
         }
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
@@ -914,36 +732,6 @@ class TreeRounds(GPUModelRunner):
 
     def _block_table_np(self) -> np.ndarray:
         return self._blocks().get_numpy_array()
-
-
-def _rank(first_level: list[int], token: int) -> int | None:
-    """Place of ``token``, counted from 1."""
-    return first_level.index(token) + 1 if token in first_level else None
-
-
-def _likeliest(rows: TargetRows, row: torch.Tensor) -> torch.Tensor:
-    """int64 ``[n]`` likeliest token of each ``row``, int64 ``[n]``."""
-    if rows.argmax is not None:  # of all rows, before the temperature
-        return rows.argmax[row]
-    assert rows.probs is not None
-    if transfer.looking_is_free(row.device):  # torch's argmax takes ten times as long, and the rows a copy
-        probs = rows.probs.numpy()
-        return torch.tensor([probs[r].argmax() for r in row.tolist()], dtype=torch.int64)
-    return rows.probs[row].argmax(dim=1)
-
-
-def _row(rows: TargetRows, row: torch.Tensor | int, greedy: bool) -> torch.Tensor:
-    """A copy of one row: ``[V]``, or the token ``[]`` of a greedy request's point mass."""
-    if greedy:
-        assert rows.argmax is not None
-        return rows.argmax[row].clone()
-    assert rows.probs is not None
-    return rows.probs[row].clone()
-
-
-def _distance(row: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Total variation distance of two rows, or of two point masses given as tokens: float64 ``[]``."""
-    return total_variation(row, other) if row.dim() else (row != other).double()
 
 
 class TargetRowsCPURunner(TreeRounds, CPUModelRunner):
