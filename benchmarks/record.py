@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from tqdm import tqdm
 
@@ -63,8 +64,10 @@ def main() -> None:
                 name, text, (temperature, *more) = waiting.pop()
                 chat = [{"role": "user", "content": text}]
                 prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-                settings = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=args.seed)
                 request = f"{name}/{temperature:g}"
+                # A seed of its own: with one for all, every prompt's n-th round would draw the same numbers.
+                seed = crc32(f"{args.seed}/{request}".encode())
+                settings = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=seed)
                 engine.add_request(request, {"prompt_token_ids": list(prompt)[-1500:]}, settings)
                 running[request] = (name, text, more)
             if not running:

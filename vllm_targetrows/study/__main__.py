@@ -7,7 +7,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> None:
     for group in parts:
         requests, numbers = measured(group)
         result: dict[str, Any] = {"name": group.name, "temperature": group.temperature}
-        result["recordings"] = [{"path": each.path, "settings": each.settings} for each in group.recordings]
+        result["recordings"] = [{"path": each.path, "settings": _shown(each.settings)} for each in group.recordings]
         result |= study(requests, numbers, options.bootstrap, options.seed)
         if not options.no_rerank:
             result["reranker"], reranker = compare(group, requests, options.bootstrap, options.seed)
@@ -129,6 +129,14 @@ def _read(path: str) -> recording.Recording:
         return recording.read(path)
     except OSError as error:  # a damaged file, or one that may not be read
         raise ValueError(f"{path!r} is no recording: {str(error).splitlines()[0]}") from None
+
+
+def _shown(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A recording's settings without the folders of the machine that it was made on."""
+    return {
+        key: Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+        for key, value in settings.items()
+    }
 
 
 if __name__ == "__main__":
