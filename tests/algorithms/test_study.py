@@ -482,6 +482,8 @@ def test_groups_by_settings_and_temperature(tmp_path):
     second, rounds = recording_of(tmp_path, prompts=3, temperatures=(0.7,), name="second")
     parts = groups([read(first), read(second)])
     assert [(part.name, part.rounds) for part in parts] == [("temperature 0", 8), ("temperature 0.7", 8 + 12)]
+    paths = [write(path, rounds, record=str(path)) for path in (tmp_path / "a", tmp_path / "b")]
+    assert [part.rounds for part in groups([read(path) for path in paths])] == [24]  # the path is no setting
     write(second, rounds, model="another")
     assert [part.name for part in groups([read(first), read(second)])] == [
         "first, temperature 0",

@@ -120,7 +120,7 @@ def groups(recordings: Sequence[Recording]) -> list[Group]:
         if not recording.rounds.num_rows:
             raise ValueError(f"{recording.path!r} holds no rounds")
         temperatures = _exact(recording.rounds.column("temperature").to_numpy())
-        settings = json.dumps(recording.settings, sort_keys=True)
+        settings = json.dumps({**recording.settings, "record": None}, sort_keys=True)  # every run has its own path
         for temperature in np.unique(temperatures).tolist():
             rounds = recording.rounds.filter(temperatures == temperature)
             parts.setdefault((settings, temperature), []).append(recording._replace(rounds=rounds))
