@@ -113,7 +113,7 @@ def _levels(pool: Pool, depth: int) -> tuple[list[Level], Frontier]:
 
 def _drafter(budget: int, selection: str, topk: int, floor: float) -> Eagle3Drafter:
     drafter = Eagle3Drafter.__new__(Eagle3Drafter)
-    drafter.options = SimpleNamespace(num_speculative_tokens=budget, selection=selection)  # type: ignore[assignment]
+    drafter.options = SimpleNamespace(num_speculative_tokens=budget, selection=selection, frontier=0)  # type: ignore[assignment]
     drafter.topk, drafter.floor, drafter.growing, drafter.device = topk, floor, floor, torch.device("cpu")
     drafter.whole = False
     return drafter
