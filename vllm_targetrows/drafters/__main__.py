@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("folder", type=Path, help="where the run goes; the drafter is in its folder drafter/")
     train.add_argument("--data", type=Path, required=True, metavar="DIR", help="the conversations")
     train.add_argument("--save-every", type=float, default=300, metavar="SECONDS", help="between saved states")
+    train.add_argument("--device", default="cpu", help="such as cuda")
     _add_settings(train)
 
     evaluate = stages.add_parser("evaluate", help="what drafters are worth in the engine", formatter_class=_Defaults)
@@ -87,7 +88,7 @@ class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
 
 def _add_settings(stage: argparse.ArgumentParser) -> None:
     """An option for each of ``TrainSettings``."""
-    from vllm_targetrows.drafters.training import TrainSettings
+    from vllm_targetrows.drafters.learners import TrainSettings
 
     for name, field in TrainSettings.model_fields.items():
         option, default, about = "--" + name.replace("_", "-"), field.default, field.description
@@ -108,10 +109,11 @@ def _data(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from vllm_targetrows.drafters.training import TrainSettings, train
+    from vllm_targetrows.drafters.learners import TrainSettings
+    from vllm_targetrows.drafters.training import train
 
     settings = TrainSettings(**{name: getattr(arguments, name) for name in TrainSettings.model_fields})
-    train(arguments.folder, arguments.data, _target(arguments), settings, arguments.save_every)
+    train(arguments.folder, arguments.data, _target(arguments), settings, arguments.save_every, arguments.device)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
