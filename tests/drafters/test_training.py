@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_targetrows.drafters import training
+from vllm_targetrows.drafters import features, training
 from vllm_targetrows.drafters.conversations import Conversation, read
 from vllm_targetrows.drafters.features import FeatureStore
 from vllm_targetrows.drafters.head import Eagle3Head
@@ -140,6 +140,18 @@ def test_states_come_back_from_the_store(target, tmp_path):
         a, b = getattr(live, name).bfloat16(), getattr(kept, name)
         assert torch.equal(a[0], b[0]) and torch.equal(a[1, :3], b[1, :3])
     assert FeatureStore(tmp_path, target, [[3, 4, 5], [6, 7, 8, 9, 11], [11]]).known == 0
+
+
+def test_the_store_keeps_what_it_knows_when_texts_are_added(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(features, "TEXTS_IN_FILE", 2)
+    texts = [[3, 4, 5], [6, 7], [8, 9]]
+    store = FeatureStore(tmp_path, target, texts)
+    store.see(torch.tensor([[3, 4, 5], [8, 9, 0]]), (0, 2))
+    assert store.known == 2
+    more = FeatureStore(tmp_path, target, [*texts, [10, 11]])
+    assert more.known == 1  # the file that grew is another one
+    more.see(torch.tensor([[10, 11, 0], [6, 7, 0], [3, 4, 5]]), (3, 1, 0))
+    assert more.known == 3
 
 
 def test_every_pass_has_every_text_once_and_batches_keep_their_size(data):
