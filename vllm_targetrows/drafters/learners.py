@@ -41,7 +41,7 @@ class TrainSettings(BaseModel):
     layers: tuple[int, ...] = Field(default=(), description="the target's layers that a language model starts from")
     unroll: int = Field(default=4, ge=1, description="steps of training-time test of a head")
     decay: float = Field(default=0.8, gt=0, le=1, description="each further step weighs so much less in the loss")
-    batch_tokens: int = Field(default=4096, ge=1, description="most tokens of a batch, padding included")
+    batch_tokens: int = Field(default=2048, ge=1, description="most tokens of a batch, padding included")
     longest: int = Field(default=512, ge=8, description="texts are cut after so many tokens")
     learning_rate: float = Field(
         default=8e-4, gt=0, description="at its highest; it falls along a cosine to a twentieth"
