@@ -149,9 +149,8 @@ def test_a_killed_run_goes_on(tiny_target, tmp_path):
     assert {each.temperature for each in found} == {0.0, 0.7, 1.0}
     a, b, c = 2, 3, 4
     assert all(each.prompt[0] == a and each.prompt[-2:] == [b, c] for each in found)
-    assert all(b not in each.prompt[1:-2] for each in found)  # the turn ended there
-    known = {(each.number, each.temperature): each.answer for each in found}
-    assert len(known) > 3
+    # A free turn ended there; every second one begins with given words.
+    assert all(b not in each.prompt[1:-2] for each in found if each.number % 2 == 0)
 
 
 def test_turns_of_a_file_are_answered(tiny_target, tmp_path):
