@@ -29,7 +29,7 @@ from vllm_targetrows.drafters.conversations import (
     without_loop,
 )
 
-COMMAND = [sys.executable, "-P", "-m", "vllm_targetrows.drafters", "data"]
+COMMAND = [sys.executable, "-P", "-m", "vllm_targetrows.drafters", "data", "--enforce-eager"]
 
 
 class FakeTokenizer:

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--tokens", type=int, default=3_000_000, metavar="N", help="tokens of answers")
     data.add_argument("--turns", metavar="FILE", help="JSON lines with the users' turns, in place of the target's own")
     data.add_argument("--concurrency", type=int, default=64, metavar="N", help="texts at once")
+    data.add_argument("--enforce-eager", action="store_true", help="no compilation: slower, but begins at once")
     data.add_argument("--seed", type=int, default=0, help="of all texts")
 
     train = stages.add_parser("train", help="a drafter learns the target's rows", formatter_class=_Defaults)
@@ -104,7 +105,7 @@ def _target(arguments: argparse.Namespace) -> str:
 
 def _data(arguments: argparse.Namespace) -> None:
     settings = DataSettings(_target(arguments), arguments.dtype, seed=arguments.seed, turns=arguments.turns)
-    found = write(arguments.folder, settings, arguments.tokens, arguments.concurrency)
+    found = write(arguments.folder, settings, arguments.tokens, arguments.concurrency, arguments.enforce_eager)
     print(f"{arguments.folder}: {found.conversations} conversations, {found.answer_tokens} tokens of answers")
 
 

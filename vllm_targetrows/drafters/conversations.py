@@ -237,7 +237,9 @@ def turns_of(path: Path) -> Iterator[str]:
             raise ValueError(f"{path}, line {number}: neither 'prompt' nor 'turns'")
 
 
-def write(folder: Path, settings: DataSettings, answer_tokens: int, concurrency: int) -> ConversationFolder:
+def write(
+    folder: Path, settings: DataSettings, answer_tokens: int, concurrency: int, eager: bool = False
+) -> ConversationFolder:
     """Let the target write conversations until the folder has ``answer_tokens`` tokens of answers.
 
     With turns from a file it ends when each has been answered.
@@ -249,7 +251,7 @@ def write(folder: Path, settings: DataSettings, answer_tokens: int, concurrency:
     if found.answer_tokens >= answer_tokens:
         return found
     with tqdm(total=answer_tokens, initial=found.answer_tokens, unit="token", unit_scale=True, mininterval=1) as bar:
-        for conversation in _written(settings, concurrency, found.next_number):
+        for conversation in _written(settings, concurrency, found.next_number, eager):
             found.add(conversation)
             bar.update(len(conversation.answer))
             bar.set_postfix(conversations=found.conversations, refresh=False)
@@ -259,7 +261,7 @@ def write(folder: Path, settings: DataSettings, answer_tokens: int, concurrency:
     return found
 
 
-def _written(settings: DataSettings, concurrency: int, first: int) -> Iterator[Conversation]:
+def _written(settings: DataSettings, concurrency: int, first: int, eager: bool) -> Iterator[Conversation]:
     """Conversations from number ``first`` on, as they are finished."""
     from vllm import LLM, SamplingParams
 
@@ -269,6 +271,7 @@ def _written(settings: DataSettings, concurrency: int, first: int) -> Iterator[C
         dtype=settings.dtype,
         max_model_len=longest,
         max_num_seqs=concurrency,
+        enforce_eager=eager,
         block_size=32,  # the CPU's 128 would keep short prompts out of the prefix cache
         seed=settings.seed,
     )
